@@ -1,0 +1,1 @@
+"""How one checkpoint is made, proved and read back."""

@@ -1,0 +1,1 @@
+"""The one global order of samples."""

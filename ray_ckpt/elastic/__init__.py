@@ -1,0 +1,1 @@
+"""Interruptions, resizes, and sums that fit any number of workers."""

@@ -1,0 +1,1 @@
+"""When to save: pure arithmetic, no Ray, no torch, no clock."""

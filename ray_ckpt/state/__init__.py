@@ -1,0 +1,1 @@
+"""What an exact resume restores."""

@@ -1,0 +1,1 @@
+"""The actor that remembers a run and decides for it."""

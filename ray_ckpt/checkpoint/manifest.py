@@ -1,0 +1,472 @@
+"""The manifest: the one file that makes a checkpoint exist.
+
+A checkpoint is a folder `step-00001200-g3` (step, generation). It counts from the moment its
+`COMMITTED.json` is in place, which is written last and atomically, after every file that it names.
+There is no "latest" pointer that could move too early: the newest checkpoint is found by listing.
+
+The manifest is JSON for people and scripts. Its last field, `manifest_checksum`, covers all bytes
+before it: a flipped digit in a step or a file size would otherwise still be valid JSON.
+
+What a manifest cannot prove is that the bytes it names are still good: that is `verify.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from ray_ckpt.errors import ManifestError, StorageError
+
+MANIFEST_NAME = "COMMITTED.json"
+QUARANTINE_NAME = "QUARANTINED.json"
+CHECKPOINTS_DIR = "checkpoints"
+SCHEMA = 1
+CHECKSUM_ALGORITHM = "xxh3_128"
+NO_MANIFEST = "no manifest"
+
+_NAME = re.compile(r"step-([0-9]{8,})-g([0-9]+)")
+_HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
+_SEAL_KEY = b'"manifest_checksum": "'
+_SEAL_END = b'"\n}\n'
+_READ_PAUSES_S = (0.05, 0.2)  # waits between tries: a flaky read is retried, a broken disk is told
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Args:
+        path: relative to the checkpoint folder, with forward slashes.
+        bytes: size.
+        checksum: xxh3_128 of the content, 32 lower-case hex digits.
+    """
+
+    path: str
+    bytes: int
+    checksum: str
+
+    def __post_init__(self) -> None:
+        _require_type("path", self.path, (str,))
+        parts = self.path.split("/")
+        if "\\" in self.path or "\0" in self.path or any(p in ("", ".", "..") for p in parts):
+            raise ValueError(
+                f"file path {self.path!r} must be relative, stay inside the checkpoint folder "
+                "and use forward slashes"
+            )
+        if self.path in (MANIFEST_NAME, QUARANTINE_NAME):
+            raise ValueError(f"file path {self.path!r} is reserved for the checkpoint's own record")
+        _require_count("bytes", self.bytes)
+        _require_type("checksum", self.checksum, (str,))
+        if not _HEX_DIGEST.fullmatch(self.checksum):
+            raise ValueError(f"checksum {self.checksum!r} of {self.path!r} is not 32 hex digits")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a committed checkpoint holds; a wrong value is refused when it is built.
+
+    `guard` and `versions` hold plain JSON values. Numbers in `metrics` may be NaN or
+    infinite (stored as the strings "nan", "inf", "-inf", since JSON has no such numbers): a strange
+    loss is worth recording, and refusing the state is the guard's business.
+    """
+
+    run: str
+    """Name of the run."""
+    step: int
+    """Number of finished optimizer steps."""
+    sample_offset: int
+    """Samples the run has trained on."""
+    tokens: int
+    """Tokens the run has trained on."""
+    world_size: int
+    """Workers that wrote this checkpoint."""
+    generation: int
+    """Attempt that wrote this checkpoint."""
+    committed_at: float
+    """Time of the commit, seconds since the epoch."""
+    files: tuple[FileEntry, ...]
+    """Every file of the checkpoint except this manifest."""
+    parallel: str
+    """How the model was spread over the workers, such as "ddp" or "fsdp"."""
+    guard: Mapping[str, Any]
+    """What the guard found when it let this state pass."""
+    metrics: Mapping[str, float]
+    """Losses and the like at this step."""
+    config_fingerprint: str
+    """Digest of the configuration that decides the course of training."""
+    data_fingerprint: str
+    """Digest of the training data."""
+    versions: Mapping[str, str]
+    """Library versions."""
+    bitwise_comparable: bool
+    """Whether a resume with the same world size should repeat the same bits."""
+    checksum_algorithm: str = CHECKSUM_ALGORITHM
+    """Algorithm of the checksums in `files`."""
+    schema: int = SCHEMA
+    """Version of this format."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "sample_offset", "tokens", "world_size", "generation", "schema"):
+            _require_count(name, getattr(self, name))
+        for name in ("run", "parallel", "config_fingerprint", "data_fingerprint"):
+            _require_type(name, getattr(self, name), (str,))
+        for name in ("guard", "metrics", "versions"):
+            _require_type(name, getattr(self, name), (Mapping,))
+        _require_type("bitwise_comparable", self.bitwise_comparable, (bool,))
+        _require_type("committed_at", self.committed_at, (int, float))
+        for name, value in self.metrics.items():
+            _require_type(f"metrics.{name}", value, (int, float))
+        if not math.isfinite(self.committed_at):
+            raise ValueError(f"committed_at is {self.committed_at}, not a time")
+        if self.schema != SCHEMA:
+            raise ValueError(f"schema is {self.schema}, this version reads and writes {SCHEMA}")
+        if self.world_size < 1:
+            raise ValueError("world_size is 0, a checkpoint has at least one writer")
+        if self.checksum_algorithm != CHECKSUM_ALGORITHM:
+            raise ValueError(
+                f"checksum_algorithm is {self.checksum_algorithm!r}, only {CHECKSUM_ALGORITHM!r} "
+                "can be verified"
+            )
+        # A checkpoint that names no file would verify by checking nothing.
+        if not self.files:
+            raise ValueError("files is empty, a checkpoint has at least one file")
+        paths = [entry.path for entry in self.files]
+        if len(set(paths)) != len(paths):
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise ValueError(f"files names {twice!r} twice")
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint's folder."""
+        return checkpoint_name(self.step, self.generation)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(entry.bytes for entry in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that is stored, without its checksum."""
+        plain: dict[str, Any] = _without_nonfinite(asdict(self))
+        return {"schema": plain.pop("schema"), **plain}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Manifest:
+        """Builds a manifest from its document; fields of later versions are left alone.
+
+        Raises:
+            ValueError: a field is missing or has a wrong type or value.
+        """
+        values = {}
+        for field in fields(cls):
+            if field.name not in document:
+                raise ValueError(f"field {field.name!r} is missing")
+            values[field.name] = document[field.name]
+        _require_type("files", values["files"], (list,))
+        values["files"] = tuple(_file_entry(item) for item in values["files"])
+        _require_type("metrics", values["metrics"], (dict,))
+        values["metrics"] = {k: _number(k, v) for k, v in values["metrics"].items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry:
+    """One checkpoint folder as a cheap listing sees it; its bytes have not been read.
+
+    Attributes:
+        folder: where it is.
+        step: from the folder's name.
+        generation: from the folder's name.
+        manifest: None when there is none or it cannot be used.
+        fault: None when committed; "no manifest" when never committed; else what is wrong.
+        quarantined: the reason, when the checkpoint was found bad and must not be used.
+    """
+
+    folder: Path
+    step: int
+    generation: int
+    manifest: Manifest | None
+    fault: str | None
+    quarantined: str | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Committed and not quarantined."""
+        return self.manifest is not None and self.quarantined is None
+
+    @property
+    def committed(self) -> bool:
+        """A manifest is there, good or damaged: somebody once promised this checkpoint."""
+        return self.fault != NO_MANIFEST
+
+
+def checkpoint_name(step: int, generation: int) -> str:
+    """Folder name of a checkpoint; names of one run sort by step."""
+    return f"step-{step:08d}-g{generation}"
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
+    """(step, generation) of a checkpoint folder's name, None for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    step, generation = int(match[1]), int(match[2])
+    # "step-000000012-g03" would be a second spelling of one checkpoint.
+    return (step, generation) if checkpoint_name(step, generation) == name else None
+
+
+def encode_manifest(document: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest file: indented JSON that ends with the checksum of what precedes."""
+    text = json.dumps(document, indent=1, allow_nan=False)
+    head = text[: text.rindex("\n")].encode() + b",\n " + _SEAL_KEY
+    return head + _digest(head) + _SEAL_END
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Commits a checkpoint: puts its manifest in place, atomically and durably.
+
+    Writing the same manifest again changes nothing.
+
+    Raises:
+        ManifestError: the folder is another checkpoint's, or already has a different manifest.
+        StorageError: the disk refused; the checkpoint is not committed.
+    """
+    path = folder / MANIFEST_NAME
+    if folder.name != manifest.name:
+        raise ManifestError(path, f"manifest of {manifest.name} does not belong into {folder.name}")
+    data = encode_manifest(manifest.to_json())
+    present = _read_bytes(path)
+    if present is not None and present != data:
+        raise ManifestError(path, "already committed with other content; a commit is never changed")
+    write_atomically(path, data)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks a checkpoint's manifest.
+
+    Raises:
+        ManifestError: it is missing (`fault == "missing"`), damaged, or another checkpoint's.
+        StorageError: storage failed; whether the checkpoint is committed is not known.
+    """
+    path = folder / MANIFEST_NAME
+    data = _read_bytes(path)
+    if data is None:
+        raise ManifestError(path, "missing")
+    if not data.strip():
+        raise ManifestError(path, "empty file")
+    try:
+        manifest = Manifest.from_json(_decode(data))
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ManifestError(path, str(error)) from error
+    if folder.name != manifest.name:
+        raise ManifestError(path, f"it is the manifest of {manifest.name}, not of {folder.name}")
+    return manifest
+
+
+def list_checkpoints(run_dir: Path) -> list[CheckpointEntry]:
+    """All checkpoint folders of a run, newest first (by step, then generation).
+
+    Cheap: reads one small file per checkpoint. A run without checkpoints gives an empty list.
+    Callers that find nothing `usable` must look at `committed` before they start from zero: a
+    damaged or unreadable manifest is not an absence.
+
+    Raises:
+        StorageError: the folder of checkpoints cannot be listed.
+    """
+    root = run_dir / CHECKPOINTS_DIR
+    names = _retry(f"cannot list {root}", lambda: [item.name for item in root.iterdir()])
+    found = []
+    for name in names or ():
+        key = parse_checkpoint_name(name)
+        if key is not None and (entry := _look_at(root / name, *key)) is not None:
+            found.append(entry)
+    return sorted(found, key=lambda e: (e.step, e.generation), reverse=True)
+
+
+def usable(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+    """Those that may be offered for a restore (after `verify_files`), in the same order."""
+    return [entry for entry in entries if entry.usable]
+
+
+def write_quarantine(
+    folder: Path, reason: str, *, time_s: float, findings: list[dict[str, Any]] | None = None
+) -> None:
+    """Marks a checkpoint as bad for good; the first reason stays.
+
+    Args:
+        folder: the checkpoint.
+        reason: one sentence.
+        time_s: now, seconds since the epoch.
+        findings: details, such as `[{"path": ..., "fault": ...}]`.
+
+    Raises:
+        StorageError: the disk refused; the checkpoint is still offered.
+    """
+    path = folder / QUARANTINE_NAME
+    if _read_bytes(path) is not None:
+        return
+    note = {"time": time_s, "reason": reason, "findings": findings or []}
+    write_atomically(path, json.dumps(_without_nonfinite(note), indent=1).encode() + b"\n")
+
+
+def read_quarantine(folder: Path) -> str | None:
+    """Why a checkpoint is quarantined, None when it is not.
+
+    Raises:
+        StorageError: storage failed; whether it is quarantined is not known.
+    """
+    data = _read_bytes(folder / QUARANTINE_NAME)
+    if data is None:
+        return None
+    try:
+        return str(json.loads(data)["reason"])
+    except (ValueError, KeyError, TypeError):
+        # Somebody wanted this checkpoint out of use; a damaged note does not bring it back.
+        return f"{QUARANTINE_NAME} is there but damaged"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Puts a file in place so that a reader sees all of it or nothing, also after a power cut.
+
+    Raises:
+        StorageError: the disk refused; what was there before is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        # Without these a power cut may forget the new name, or the folder that holds it.
+        _sync_folder(path.parent)
+        _sync_folder(path.parent.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise StorageError(
+            f"cannot write {path}: {error}. Free space or mend access to the storage, then retry."
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _retry(what: str, action: Callable[[], _T]) -> _T | None:
+    """Runs a read; None when the file or folder is not there, StorageError when it keeps failing."""
+    for pause_s in (*_READ_PAUSES_S, None):
+        try:
+            return action()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if pause_s is None:
+                raise StorageError(
+                    f"{what}: {error} ({len(_READ_PAUSES_S) + 1} tries). An error is not an "
+                    "absence: mend access to the storage, then retry."
+                ) from error
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def _read_bytes(path: Path) -> bytes | None:
+    return _retry(f"cannot read {path}", path.read_bytes)
+
+
+def _look_at(folder: Path, step: int, generation: int) -> CheckpointEntry | None:
+    """One line of the listing; None when the folder was deleted meanwhile or is not a folder."""
+    manifest, fault, quarantined = None, None, None
+    try:
+        quarantined = read_quarantine(folder)
+        manifest = read_manifest(folder)
+    except ManifestError as error:
+        if not folder.is_dir():
+            return None
+        fault = NO_MANIFEST if error.fault == "missing" else error.fault
+    except StorageError as error:
+        fault = f"unreadable: {error}"
+    return CheckpointEntry(folder, step, generation, manifest, fault, quarantined)
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(data, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON, perhaps half-written: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"not a JSON object but {type(document).__name__}")
+    # Before the checksum: a later format may be sealed in another way, and deserves a clear word.
+    if document.get("schema") != SCHEMA:
+        raise ValueError(f"schema is {document.get('schema')!r}, this version reads {SCHEMA}")
+    head, key, seal = data.rpartition(_SEAL_KEY)
+    if not key:
+        raise ValueError("field 'manifest_checksum' is missing")
+    if seal != _digest(head + key) + _SEAL_END:
+        raise ValueError("its own checksum differs: the manifest was changed or damaged")
+    return document
+
+
+def _digest(data: bytes) -> bytes:
+    return str(xxhash.xxh3_128_hexdigest(data)).encode()
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _file_entry(item: object) -> FileEntry:
+    if not isinstance(item, dict) or not {"path", "bytes", "checksum"} <= item.keys():
+        raise ValueError("an item of files is not {path, bytes, checksum}")
+    return FileEntry(item["path"], item["bytes"], item["checksum"])
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"metrics.{name} is {value!r}, must be a number")
+    return value
+
+
+def _without_nonfinite(value: Any) -> Any:
+    """Copies a JSON value with NaN and infinities as the strings "nan", "inf", "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(item) for item in value]
+    return value
+
+
+def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
+    # bool is an int in Python; in a manifest `true` is not a step.
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        expected = " or ".join(kind.__name__ for kind in types)
+        raise ValueError(f"{name} is {value!r}, must be {expected}")
+
+
+def _require_count(name: str, value: object) -> None:
+    _require_type(name, value, (int,))
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} is {value}, must not be negative")

@@ -1,0 +1,113 @@
+"""Are the bytes still the ones that were committed?
+
+DCP loads a flipped bit without a word, and its `.metadata` is a pickle. So every byte is compared
+with the manifest before anything is unpickled or copied into a model. The price is one read of the
+checkpoint; the size is looked at first, so that a truncated file costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from ray_ckpt.checkpoint.manifest import MANIFEST_NAME, QUARANTINE_NAME, FileEntry, Manifest
+
+_CHUNK_BYTES = 4 << 20  # large enough for full disk speed, small beside a training process
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing wrong with a checkpoint.
+
+    Attributes:
+        path: the file, relative to the checkpoint folder.
+        fault: what is wrong, in words.
+    """
+
+    path: str
+    fault: str
+
+
+def hash_file(path: Path, chunk_bytes: int = _CHUNK_BYTES) -> tuple[int, str]:
+    """Size in bytes and xxh3_128 (32 hex digits) of a file's content.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: `chunk_bytes` is not positive.
+    """
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}, must be at least 1")
+    digest, size = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(chunk_bytes))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return size, str(digest.hexdigest())
+
+
+def verify_files(
+    folder: Path, manifest: Manifest, only: Sequence[FileEntry] | None = None
+) -> list[Fault]:
+    """Compares the files of a checkpoint with its manifest; changes nothing.
+
+    Args:
+        folder: the checkpoint.
+        manifest: what was committed.
+        only: entries of the manifest to look at, such as this rank's share. Then files that the
+            manifest does not name are not looked for. None means everything.
+
+    Returns:
+        What is wrong, sorted by path; empty when every byte is as committed.
+    """
+    entries = manifest.files if only is None else only
+    faults = [
+        Fault(entry.path, fault)
+        for entry in entries
+        if (fault := _fault_of(folder, entry)) is not None
+    ]
+    if only is None:
+        known = {entry.path for entry in manifest.files}
+        faults += _strangers(folder, known)
+    return sorted(faults, key=lambda fault: fault.path)
+
+
+def _fault_of(folder: Path, entry: FileEntry) -> str | None:
+    path = folder / entry.path
+    try:
+        found = path.lstat()
+        # A link may lead out of the checkpoint, to bytes that change or vanish on their own.
+        if not stat.S_ISREG(found.st_mode):
+            return "not a regular file"
+        if found.st_size != entry.bytes:
+            word = "truncated" if found.st_size < entry.bytes else "too long"
+            return f"{word}: {found.st_size} of {entry.bytes} bytes"
+        size, checksum = hash_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except OSError as error:
+        return f"unreadable: {error.strerror or error}"
+    if size != entry.bytes:
+        return f"changed while it was read: {size} of {entry.bytes} bytes"
+    return None if checksum == entry.checksum else "checksum differs"
+
+
+def _strangers(folder: Path, known: set[str]) -> Iterator[Fault]:
+    """Files that nobody committed: left by another writer, or put there since."""
+    errors: list[OSError] = []
+    for place, _, names in os.walk(folder, onerror=errors.append):
+        for name in names:
+            path = (Path(place) / name).relative_to(folder).as_posix()
+            # Files that start with a dot are a writer's temporaries, unless they were committed.
+            if path in known or path in (MANIFEST_NAME, QUARANTINE_NAME) or name.startswith("."):
+                continue
+            yield Fault(path, "not in the manifest")
+    for error in errors:
+        if not isinstance(error, FileNotFoundError):
+            path = Path(error.filename or folder).relative_to(folder).as_posix()
+            yield Fault(path, f"unreadable: {error.strerror or error}")

@@ -1,0 +1,57 @@
+"""The errors of this package: who is at fault decides the class, the message says what to do.
+
+Every message names what happened, to which file or option, the rule that was broken and the way out.
+The command line maps `ConfigError` to exit code 2 and every other `RayCkptError` to exit code 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class RayCkptError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(RayCkptError, ValueError):
+    """A mistake in options, configuration or arguments; nothing has been changed on disk."""
+
+
+class StorageError(RayCkptError):
+    """Storage answered with an error that is not "not found".
+
+    An error is not an absence: code that catches this must not go on as if the file did not exist.
+    """
+
+
+class ManifestError(RayCkptError):
+    """A checkpoint's manifest is missing, damaged or contradicts its folder.
+
+    Attributes:
+        path: the manifest file.
+        fault: what is wrong with it, in words; exactly "missing" when there is none.
+    """
+
+    def __init__(self, path: Path, fault: str) -> None:
+        super().__init__(path, fault)
+        self.path = path
+        self.fault = fault
+
+    def __str__(self) -> str:
+        if self.fault == "missing":
+            return (
+                f"{self.path}: missing, so this checkpoint was never committed. Only committed "
+                "checkpoints are read; use another one (ray-ckpt ls RUN)."
+            )
+        return (
+            f"{self.path}: {self.fault}. A checkpoint is used only with an intact manifest; "
+            "use another one (ray-ckpt ls RUN)."
+        )
+
+
+class RestoreError(RayCkptError):
+    """No checkpoint could be restored although there are some, or a restored state is wrong."""
+
+
+class StaleGenerationError(RayCkptError):
+    """A writer of an earlier attempt tried to commit, delete or promote after it was replaced."""

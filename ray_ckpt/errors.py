@@ -1,7 +1,7 @@
 """The errors of this package: who is at fault decides the class, the message says what to do.
 
-Every message names what happened, to which file or option, the rule that was broken and the way out.
-The command line maps `ConfigError` to exit code 2 and every other `RayCkptError` to exit code 1.
+Every message names what happened, to which file or option, the rule that was broken and the way
+out. The command line maps `ConfigError` to exit code 2, every other `RayCkptError` to exit code 1.
 """
 
 from __future__ import annotations

@@ -371,7 +371,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _retry(what: str, action: Callable[[], _T]) -> _T | None:
-    """Runs a read; None when the file or folder is not there, StorageError when it keeps failing."""
+    """Runs a read; None when there is no such file, StorageError when it keeps failing."""
     for pause_s in (*_READ_PAUSES_S, None):
         try:
             return action()

@@ -100,8 +100,10 @@ def _fault_of(folder: Path, entry: FileEntry) -> str | None:
 def _strangers(folder: Path, known: set[str]) -> Iterator[Fault]:
     """Files that nobody committed: left by another writer, or put there since."""
     errors: list[OSError] = []
-    for place, _, names in os.walk(folder, onerror=errors.append):
-        for name in names:
+    for place, folders, names in os.walk(folder, onerror=errors.append):
+        # A link to a folder is not walked into, and could stand in for a committed one.
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in names + links:
             path = (Path(place) / name).relative_to(folder).as_posix()
             # Files that start with a dot are a writer's temporaries, unless they were committed.
             if path in known or path in (MANIFEST_NAME, QUARANTINE_NAME) or name.startswith("."):

@@ -33,12 +33,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from ray_ckpt.errors import RayCkptError
+
 INDEX_NAME = "index.json"
 INDEX_SCHEMA = 1
 COLUMN = "tokens"
 
 
-class DataError(ValueError):
+class DataError(RayCkptError, ValueError):
     """Data or its source cannot be used; the message names the file, the rule and the fix."""
 
 
@@ -153,19 +155,22 @@ def write_index(index: DataIndex) -> None:
         "num_tokens": index.num_tokens,
         "dropped_tokens": index.dropped_tokens,
         "fingerprint": index.fingerprint,
-        "files": [
-            {
-                "path": file.path,
-                "bytes": (root / file.path).stat().st_size,
-                "row_groups": list(file.row_groups),
-            }
-            for file in index.files
-        ],
     }
+    files = [
+        {
+            "path": file.path,
+            "bytes": (root / file.path).stat().st_size,
+            "row_groups": list(file.row_groups),
+        }
+        for file in index.files
+    ]
     # Hidden name: a leftover of a kill between the two calls is not taken for data.
     temporary = root / f".{INDEX_NAME}.tmp"
     with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(record, indent=1) + "\n")
+        # A line a field and a line a file: a million row groups stay one readable page.
+        head = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in record.items()]
+        lines = ",\n".join(json.dumps(file) for file in files)
+        stream.write("{\n" + ",\n".join(head) + f',\n"files": [\n{lines}\n]\n}}\n')
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(root / INDEX_NAME)

@@ -13,6 +13,7 @@ What a manifest cannot prove is that the bytes it names are still good: that is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -193,6 +194,8 @@ class CheckpointEntry:
         manifest: None when there is none or it cannot be used.
         fault: None when committed; "no manifest" when never committed; else what is wrong.
         quarantined: the reason, when the checkpoint was found bad and must not be used.
+        unreadable: storage failed while looking. The checkpoint may be perfectly good: it is not
+            usable now, but nothing may be quarantined or deleted on such a fault.
     """
 
     folder: Path
@@ -201,6 +204,7 @@ class CheckpointEntry:
     manifest: Manifest | None
     fault: str | None
     quarantined: str | None = None
+    unreadable: bool = False
 
     @property
     def usable(self) -> bool:
@@ -249,9 +253,17 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         raise ManifestError(path, f"manifest of {manifest.name} does not belong into {folder.name}")
     data = encode_manifest(manifest.to_json())
     present = _read_bytes(path)
-    if present is not None and present != data:
+    if present == data:
+        return
+    if present is not None:
         raise ManifestError(path, "already committed with other content; a commit is never changed")
-    write_atomically(path, data)
+    try:
+        write_atomically(path, data)
+    except StorageError:
+        # The rename may have happened before the error: a refused commit must not be readable.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -342,7 +354,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Puts a file in place so that a reader sees all of it or nothing, also after a power cut.
 
     Raises:
-        StorageError: the disk refused; what was there before is unchanged.
+        StorageError: the disk refused. A reader sees the old file or the new one, whole, but a
+            power cut may still choose between them.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -366,6 +379,10 @@ def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Some network file systems have no such call for folders, and need none.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 
@@ -393,7 +410,7 @@ def _read_bytes(path: Path) -> bytes | None:
 
 def _look_at(folder: Path, step: int, generation: int) -> CheckpointEntry | None:
     """One line of the listing; None when the folder was deleted meanwhile or is not a folder."""
-    manifest, fault, quarantined = None, None, None
+    manifest, fault, quarantined, unreadable = None, None, None, False
     try:
         quarantined = read_quarantine(folder)
         manifest = read_manifest(folder)
@@ -402,8 +419,8 @@ def _look_at(folder: Path, step: int, generation: int) -> CheckpointEntry | None
             return None
         fault = NO_MANIFEST if error.fault == "missing" else error.fault
     except StorageError as error:
-        fault = f"unreadable: {error}"
-    return CheckpointEntry(folder, step, generation, manifest, fault, quarantined)
+        fault, unreadable = f"unreadable: {error}", True
+    return CheckpointEntry(folder, step, generation, manifest, fault, quarantined, unreadable)
 
 
 def _decode(data: bytes) -> dict[str, Any]:

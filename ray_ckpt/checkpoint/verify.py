@@ -32,6 +32,11 @@ class Fault:
     path: str
     fault: str
 
+    @property
+    def unreadable(self) -> bool:
+        """Storage failed; the bytes may be good, so this is no ground for a quarantine."""
+        return self.fault.startswith("unreadable")
+
 
 def hash_file(path: Path, chunk_bytes: int = _CHUNK_BYTES) -> tuple[int, str]:
     """Size in bytes and xxh3_128 (32 hex digits) of a file's content.

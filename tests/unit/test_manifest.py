@@ -304,6 +304,26 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, stage):
     assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("file", b"old")]
 
 
+def test_a_commit_that_failed_after_the_rename_is_taken_back(tmp_path, monkeypatch):
+    def refuse(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    manifest = make_manifest()
+    folder = folder_for(manifest, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_sync_folder", refuse)
+        with pytest.raises(StorageError, match="Input/output error"):
+            write_manifest(folder, manifest)
+    assert list(folder.iterdir()) == []
+
+
+def test_committing_again_on_a_failing_disk_does_not_take_the_commit_back(tmp_path, monkeypatch):
+    folder = commit(tmp_path)
+    monkeypatch.setattr(module, "write_atomically", lambda *_: pytest.fail("wrote again"))
+    write_manifest(folder, make_manifest())
+    assert read_manifest(folder) == make_manifest()
+
+
 def test_a_writer_killed_before_the_rename_has_not_committed(tmp_path, monkeypatch):
     def die(*_: Any) -> None:
         raise KeyboardInterrupt  # like SIGKILL in that no handler of ours runs
@@ -348,6 +368,7 @@ def test_an_error_is_not_an_absence(tmp_path, monkeypatch):
     [entry] = list_checkpoints(tmp_path)
     assert entry.committed  # so nobody takes this run for an empty one
     assert not entry.usable
+    assert entry.unreadable
     assert "Input/output error" in str(entry.fault)
 
 

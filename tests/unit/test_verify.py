@@ -185,7 +185,10 @@ def test_a_read_error_is_told_from_a_missing_file(folder, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(module, "hash_file", refuse)
-    assert {fault.fault for fault in check(folder)} == {"unreadable: Input/output error"}
+    faults = check(folder)
+    assert {fault.fault for fault in faults} == {"unreadable: Input/output error"}
+    assert all(fault.unreadable for fault in faults)
+    assert not Fault("a", "missing").unreadable
 
 
 def test_a_rank_can_check_its_share_alone(folder):

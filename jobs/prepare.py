@@ -73,7 +73,7 @@ class PrepareOptions:
     end_token: str | None = None
     """Token of --tokenizer that ends a document; by default the first common one, such as </s>."""
     row_group_rows: int = 64
-    """Rows in a row group, the unit in which training reads; only the last of all may be smaller."""
+    """Rows in a row group, the unit in which training reads; only the last may be smaller."""
     rows_per_file: int = 16384
     """Rows in a Parquet file; a multiple of --row-group-rows."""
     max_rows: int | None = None
@@ -285,38 +285,37 @@ def _write_files(
 ) -> tuple[list[DataFile], list[str]]:
     """Pack and write all files; also the digest of the token ids of each."""
     dtype = id_dtype(tokenizer.vocab_size)
+    schema = pa.schema([(COLUMN, pa.list_(pa.from_numpy_dtype(dtype), options.seq_len))])
     blocks = pack(stream, seq_len=options.seq_len, block_rows=options.row_group_rows, dtype=dtype)
     files: list[DataFile] = []
     digests: list[str] = []
     for first in blocks:
         rest = itertools.islice(blocks, options.rows_per_file // options.row_group_rows - 1)
         name = f"part-{len(files):05d}.parquet"
-        row_groups, digest = _write_file(folder / name, itertools.chain([first], rest))
+        row_groups, digest = _write_file(folder / name, itertools.chain([first], rest), schema)
         files.append(DataFile(path=name, row_groups=row_groups))
         digests.append(digest)
     return files, digests
 
 
-def _write_file(path: Path, blocks: Iterable[TokenIds]) -> tuple[tuple[int, ...], str]:
+def _write_file(
+    path: Path, blocks: Iterable[TokenIds], schema: pa.Schema
+) -> tuple[tuple[int, ...], str]:
     """Write one Parquet file, one row group per block [rows, seq_len]."""
     row_groups: list[int] = []
     digest = xxhash.xxh3_128()
-    writer: pq.ParquetWriter | None = None
     with open(path, "wb") as stream:
-        for block in blocks:
-            kind = pa.list_(pa.from_numpy_dtype(block.dtype), block.shape[1])
-            ids = pa.FixedSizeListArray.from_arrays(pa.array(block.reshape(-1)), type=kind)
-            table = pa.table({COLUMN: ids})
-            if writer is None:
-                # Page checksums let a reader that asks for them notice a flipped bit.
-                writer = pq.ParquetWriter(
-                    stream, table.schema, compression="zstd", write_page_checksum=True
-                )
-            writer.write_table(table, row_group_size=len(block))
-            digest.update(np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<")).data)
-            row_groups.append(len(block))
-        if writer is not None:
-            writer.close()
+        # Page checksums let a reader that asks for them notice a flipped bit.
+        with pq.ParquetWriter(
+            stream, schema, compression="zstd", write_page_checksum=True
+        ) as writer:
+            for block in blocks:
+                flat = np.ascontiguousarray(block).reshape(-1)
+                ids = pa.FixedSizeListArray.from_arrays(pa.array(flat), type=schema.types[0])
+                table = pa.Table.from_arrays([ids], schema=schema)
+                writer.write_table(table, row_group_size=len(block))
+                digest.update(flat.astype(flat.dtype.newbyteorder("<"), copy=False).data)
+                row_groups.append(len(block))
         stream.flush()
         os.fsync(stream.fileno())
     return tuple(row_groups), digest.hexdigest()

@@ -1,0 +1,103 @@
+"""Writing through DCP with checksums taken on the way, so that no byte is read twice.
+
+DCP's own ``FileSystemWriter`` does the writing (every checkpoint stays readable by ``dcp.load``); only the
+streams it opens are wrapped. The digest is that of the bytes handed to the operating system: a disk that
+changes them afterwards is found when the checkpoint is verified.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from ray_ckpt.checkpoint.manifest import FileEntry
+
+
+class _HashingStream:
+    """A binary stream that is only ever written forwards, and digests what passes."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._digest = xxhash.xxh3_128()
+        self._bytes = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._stream.write(view)
+        self._digest.update(view)
+        self._bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def seek(self, *_: Any) -> int:
+        # A digest cannot go back; nothing in DCP's writer does, and a silent wrong checksum is worse.
+        raise OSError("a checkpoint file is written forwards only")
+
+    def entry(self, path: str) -> FileEntry:
+        return FileEntry(path, self._bytes, self._digest.hexdigest())
+
+
+class HashingFileSystem(FileSystem):
+    """DCP's file system; remembers size and checksum of every file written below ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+        self._entries: dict[str, FileEntry] = {}
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        """Files written so far, in the order of their names."""
+        return [self._entries[name] for name in sorted(self._entries)]
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[IO[bytes], None, None]:
+        with super().create_stream(path, mode) as stream:
+            if "r" in mode:
+                yield cast("IO[bytes]", stream)
+                return
+            hashing = _HashingStream(cast("IO[bytes]", stream))
+            yield cast("IO[bytes]", hashing)
+        name = self._name(path)
+        self._entries[name] = hashing.entry(name)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        entry = self._entries.pop(self._name(path), None)
+        if entry is not None:
+            name = self._name(new_path)
+            self._entries[name] = FileEntry(name, entry.bytes, entry.checksum)
+
+    def _name(self, path: str | os.PathLike[str]) -> str:
+        return Path(path).relative_to(self._root).as_posix()
+
+
+class ChecksumWriter(FileSystemWriter):
+    """DCP's file writer, one file per rank, synced, with checksums in :attr:`entries`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._hashing = HashingFileSystem(folder)
+        self.fs = self._hashing
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        """Size and checksum of each file that this process wrote."""
+        return self._hashing.entries

@@ -1,0 +1,130 @@
+"""When to save next: a decision, and the sentence that explains it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ray_ckpt.policy.failures import FailureBelief
+from ray_ckpt.policy.interval import young
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntervalLimits:
+    """What the formula may not overstep.
+
+    Attributes:
+        fixed_steps: save every so many steps and compute nothing; 0 computes.
+        min_s: least time between saves, seconds.
+        max_s: most time between saves, seconds.
+        first_steps: steps before the first save, while nothing is measured.
+    """
+
+    fixed_steps: int = 0
+    min_s: float = 1.0
+    max_s: float = 3600.0
+    first_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_s <= self.max_s:
+            raise ValueError(
+                f"need 0 < policy.min-interval-s <= policy.max-interval-s, got {self.min_s} and "
+                f"{self.max_s}"
+            )
+        if self.fixed_steps < 0 or self.first_steps < 1:
+            raise ValueError(
+                "policy.interval-steps must be 0 (computed) or more, policy.first-save-steps at least 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What the run has measured; None where it has not.
+
+    Attributes:
+        step_s: time of a step, seconds.
+        stall_s: time training stands still for one save, seconds.
+        upload_s: time from the end of the stall to the commit, seconds.
+        world_size: workers now.
+    """
+
+    step_s: float | None
+    stall_s: float | None
+    upload_s: float | None
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Save every ``every_steps`` steps, because of ``reason``.
+
+    Attributes:
+        every_steps: steps between saves, at least 1.
+        interval_s: the same in seconds; None when no step was measured yet.
+        formula: "fixed", "first" or "young".
+        reason: the sentence that log, dashboard and command line show.
+    """
+
+    every_steps: int
+    interval_s: float | None
+    formula: str
+    reason: str
+
+
+def decide(measured: Measured, belief: FailureBelief, limits: IntervalLimits) -> Decision:
+    """Computes the number of steps between saves from what was measured."""
+    if limits.fixed_steps:
+        seconds = None if measured.step_s is None else limits.fixed_steps * measured.step_s
+        return Decision(
+            every_steps=limits.fixed_steps,
+            interval_s=seconds,
+            formula="fixed",
+            reason=f"fixed: every {limits.fixed_steps} steps, as policy.interval-steps says",
+        )
+    if measured.step_s is None or measured.stall_s is None:
+        return Decision(
+            every_steps=limits.first_steps,
+            interval_s=None,
+            formula="first",
+            reason=f"first: nothing measured yet, save after {limits.first_steps} steps to measure",
+        )
+    return _young_decision(measured, measured.step_s, measured.stall_s, belief, limits)
+
+
+def _young_decision(
+    measured: Measured,
+    step_s: float,
+    stall_s: float,
+    belief: FailureBelief,
+    limits: IntervalLimits,
+) -> Decision:
+    optimum = young(stall_s, belief.mtbf_s)
+    upload_s = measured.upload_s or 0.0
+    notes = []
+    # A save that starts before the last one is durable would only wait for it.
+    floor = max(limits.min_s, upload_s)
+    wanted = min(max(optimum, floor), limits.max_s)
+    if optimum < floor:
+        why = "upload time" if upload_s > limits.min_s else "policy.min-interval-s"
+        notes.append(f"raised to {_seconds(wanted)}, the {why}")
+    elif optimum > limits.max_s:
+        notes.append(f"cut to {_seconds(wanted)}, policy.max-interval-s")
+    steps = max(1, round(wanted / max(step_s, 1e-9)))
+    note = f" ({'; '.join(notes)})" if notes else ""
+    reason = (
+        f"young: stall C {_seconds(stall_s)}, MTBF M {_seconds(belief.mtbf_s)} at "
+        f"{measured.world_size} worker{'s' if measured.world_size > 1 else ''} ({belief.describe()}): "
+        f"sqrt(2 C M) = {_seconds(optimum)}{note} = {steps} steps of {_seconds(step_s)}"
+    )
+    return Decision(every_steps=steps, interval_s=steps * step_s, formula="young", reason=reason)
+
+
+def _seconds(value: float) -> str:
+    """Seconds for a sentence: three figures and the unit that reads best."""
+    if value >= 7200:
+        return f"{value / 3600:.3g} h"
+    if value >= 600:
+        return f"{value / 60:.3g} min"
+    if value >= 1 or value == 0 or not math.isfinite(value):
+        return f"{value:.3g} s"
+    return f"{value * 1000:.3g} ms"

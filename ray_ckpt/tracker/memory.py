@@ -1,0 +1,126 @@
+"""What the tracker remembers: a fold over the journal.
+
+The same function takes an event when it happens and when the journal is read again, so a tracker that was
+restarted, or a job that was resubmitted, knows what the one before it knew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+# A change of storage should move the interval within a few saves; one odd save should not.
+RECENT_SAVES = 3
+
+# Interruptions that somebody wanted: they say nothing about how often the job fails.
+PLANNED = frozenset({"resize", "drain", "user_stop"})
+
+
+@dataclass(kw_only=True)
+class RunMemory:
+    """State of a run so far.
+
+    Attributes:
+        generation: of the newest attempt; 0 before the first.
+        attempt_open: whether the newest attempt has neither been interrupted nor finished.
+        world_size: workers of the newest attempt.
+        first_time: time of the first event, seconds since the epoch.
+        interruptions: how many, by kind.
+        lost_steps: steps executed and lost, over all interruptions.
+        exposure_s: training time over which failures were counted, seconds.
+        commits: how many checkpoints were committed.
+        last_commit_step: step of the newest commit, None before the first.
+        last_commit_time: when it was, seconds since the epoch.
+        failed_saves: how many saves failed.
+        failed_in_a_row: how many since the last commit.
+        stalls_s: the last few stalls, seconds.
+        uploads_s: the last few uploads, seconds.
+        best_step: highest step ever executed.
+        fruitless: attempts in a row that ended before any new step.
+        finished_step: last step of a finished run, None while it is not.
+        restored_step: where the newest attempt began.
+    """
+
+    generation: int = 0
+    attempt_open: bool = False
+    world_size: int = 0
+    first_time: float | None = None
+    interruptions: Counter[str] = field(default_factory=Counter)
+    lost_steps: int = 0
+    exposure_s: float = 0.0
+    commits: int = 0
+    last_commit_step: int | None = None
+    last_commit_time: float | None = None
+    failed_saves: int = 0
+    failed_in_a_row: int = 0
+    stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_SAVES))
+    uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_SAVES))
+    best_step: int = 0
+    fruitless: int = 0
+    finished_step: int | None = None
+    restored_step: int = 0
+
+    @property
+    def failures(self) -> int:
+        """Interruptions that nobody planned."""
+        return sum(count for kind, count in self.interruptions.items() if kind not in PLANNED)
+
+    @property
+    def stall_s(self) -> float | None:
+        """Median of the last stalls, seconds."""
+        return median(self.stalls_s) if self.stalls_s else None
+
+    @property
+    def upload_s(self) -> float | None:
+        """Median of the last uploads, seconds."""
+        return median(self.uploads_s) if self.uploads_s else None
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Takes one event of the journal."""
+        time = event.get("time")
+        if self.first_time is None and isinstance(time, int | float):
+            self.first_time = float(time)
+        handler = getattr(self, f"_on_{event.get('event')}", None)
+        if handler is not None:
+            handler(event)
+
+    def _on_attempt_started(self, event: dict[str, Any]) -> None:
+        # Only ever grows, even if the journal's lines were put together in another order.
+        self.generation = max(self.generation, int(event["generation"]))
+        self.attempt_open = True
+        self.finished_step = None
+        self.world_size = int(event["world_size"])
+
+    def _on_restored(self, event: dict[str, Any]) -> None:
+        self.restored_step = int(event["step"])
+
+    def _on_interruption(self, event: dict[str, Any]) -> None:
+        self.attempt_open = False
+        self.interruptions[str(event["kind"])] += 1
+        self.lost_steps += int(event["lost_steps"])
+        self.exposure_s = float(event["exposure_s"])
+        step = int(event["step"])
+        planned = event["kind"] in PLANNED
+        self.fruitless = 0 if step > self.best_step or planned else self.fruitless + 1
+        self.best_step = max(self.best_step, step)
+
+    def _on_commit(self, event: dict[str, Any]) -> None:
+        self.commits += 1
+        self.failed_in_a_row = 0
+        self.last_commit_step = int(event["step"])
+        self.last_commit_time = float(event["time"])
+        self.stalls_s.append(float(event["stall_s"]))
+        self.uploads_s.append(float(event["upload_s"]))
+        self.exposure_s = float(event["exposure_s"])
+
+    def _on_save_failed(self, event: dict[str, Any]) -> None:
+        self.failed_saves += 1
+        self.failed_in_a_row += 1
+
+    def _on_finished(self, event: dict[str, Any]) -> None:
+        self.attempt_open = False
+        self.fruitless = 0
+        self.finished_step = int(event["step"])
+        self.exposure_s = float(event["exposure_s"])

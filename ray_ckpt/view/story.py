@@ -1,0 +1,81 @@
+"""A run told in sentences: one event of the journal, one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_ckpt.view.human import human_bytes, human_duration
+
+
+def tell(event: dict[str, Any]) -> str | None:
+    """The line for an event; None for events that are not worth one."""
+    teller = _TELLERS.get(str(event.get("event")))
+    return None if teller is None else teller(event)
+
+
+def _attempt(e: dict[str, Any]) -> str:
+    return f"attempt {e['generation']} starts with {_workers(e['world_size'])}"
+
+
+def _restored(e: dict[str, Any]) -> str:
+    if e["source"] == "start":
+        return f"attempt {e['generation']} begins at step 0: {e['reason']}"
+    return (
+        f"attempt {e['generation']} resumes at step {e['step']} from {e['source']} "
+        f"in {human_duration(e['seconds'])}: {e['reason']}"
+    )
+
+
+def _decision(e: dict[str, Any]) -> str:
+    return f"save every {_steps(e['every_steps'])}: {e['reason']}"
+
+
+def _commit(e: dict[str, Any]) -> str:
+    return (
+        f"committed {e['name']}: {human_bytes(e['bytes'])} in {e['files']} files, stall "
+        f"{human_duration(e['stall_s'])}, upload {human_duration(e['upload_s'])}"
+    )
+
+
+def _save_failed(e: dict[str, Any]) -> str:
+    return f"SAVE FAILED at step {e['step']}, training goes on and tries again: {e['error']}"
+
+
+def _quarantine(e: dict[str, Any]) -> str:
+    return f"QUARANTINED {e['name']}, it will not be restored: {e['reason']}"
+
+
+def _interruption(e: dict[str, Any]) -> str:
+    return (
+        f"attempt {e['generation']} ended at step {e['step']} ({e['kind']}: {e['cause']}); "
+        f"{_steps(e['lost_steps'])} to do again"
+    )
+
+
+def _save_requested(e: dict[str, Any]) -> str:
+    return f"a save at the next step was asked for: {e['reason']}"
+
+
+def _finished(e: dict[str, Any]) -> str:
+    return f"finished at step {e['step']}"
+
+
+_TELLERS = {
+    "attempt_started": _attempt,
+    "restored": _restored,
+    "decision": _decision,
+    "commit": _commit,
+    "save_failed": _save_failed,
+    "save_requested": _save_requested,
+    "quarantine": _quarantine,
+    "interruption": _interruption,
+    "finished": _finished,
+}
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"

@@ -180,6 +180,7 @@ class TrackerCore:
         self._last_record: dict[str, Any] = {}
         self._unwritten: deque[dict[str, Any]] = deque()
         self._unwritten_steps: deque[dict[str, Any]] = deque()
+        self._unreadable: set[str] = set()  # checkpoints that storage would not give, this attempt
         self._save_request = 0
         self._decision: Decision | None = None
         self._decide()
@@ -195,6 +196,7 @@ class TrackerCore:
         if self.memory.attempt_open:
             # Nobody said how the last one ended: its driver died, or its whole cluster.
             self.interruption(kind="lost", cause="the job ended without a word")
+        self._unreadable.clear()
         # Before the attempt is on record: a run without a usable checkpoint must not start from zero.
         entry = self._newest_usable()
         generation = self.memory.generation + 1
@@ -214,10 +216,17 @@ class TrackerCore:
     def restored(
         self, generation: int, step: int, seconds: float, source: str, reason: str
     ) -> None:
-        """Notes where an attempt begins."""
+        """Notes where an attempt begins; ``source`` is a checkpoint's folder, empty for none."""
         self._check(generation)
         self._last_step = step
-        self._record("restored", step=step, seconds=seconds, source=source, reason=reason)
+        self._record(
+            "restored",
+            step=step,
+            seconds=seconds,
+            source=source,
+            reason=reason,
+            verified=source or None,  # every byte was read and compared on the way in
+        )
 
     def reject(
         self, generation: int, name: str, faults: list[dict[str, str]]
@@ -228,11 +237,16 @@ class TrackerCore:
             RestoreError: it was the last one.
         """
         self._check(generation)
-        first = faults[0] if faults else {"path": name, "fault": "unknown"}
-        reason = f"{first['path']}: {first['fault']}"
-        folder = self._dir / CHECKPOINTS_DIR / name
-        write_quarantine(folder, reason, time_s=self._clock(), findings=list(faults))
-        self._record("quarantine", name=name, reason=reason, faults=faults)
+        reason = f"{faults[0].path}: {faults[0].fault}"
+        findings = [{"path": fault.path, "fault": fault.fault} for fault in faults]
+        if all(fault.unreadable for fault in faults):
+            # Storage failed, which says nothing about the bytes: skipped now, not condemned.
+            self._unreadable.add(name)
+            self._record("skipped", name=name, reason=reason, faults=findings)
+        else:
+            folder = self._dir / CHECKPOINTS_DIR / name
+            write_quarantine(folder, reason, time_s=self._clock(), findings=findings)
+            self._record("quarantine", name=name, reason=reason, faults=findings)
         return self._plan(self._newest_usable())
 
     def interruption(self, kind: str, cause: str, **more: Any) -> Verdict:
@@ -295,6 +309,10 @@ class TrackerCore:
         self._check(generation)
         step = int(save["step"])
         folder = self._dir / CHECKPOINTS_DIR / checkpoint_name(step, generation)
+        if self.memory.last_commit_name == folder.name:
+            return (
+                True  # the same call again: its first answer was lost with a restart of the actor
+            )
         problem = save["error"] or _incomplete(folder, save["files"])
         if not problem:
             try:
@@ -392,10 +410,11 @@ class TrackerCore:
 
     def _newest_usable(self) -> CheckpointEntry | None:
         entries = list_checkpoints(self._dir)
-        good = usable(entries)
+        good = [entry for entry in usable(entries) if entry.folder.name not in self._unreadable]
         for entry in entries:
-            if entry.manifest is None and entry.committed and entry.quarantined is None:
-                # Somebody once promised this checkpoint; that it cannot be read must be seen.
+            damaged = entry.manifest is None and entry.committed and not entry.unreadable
+            if damaged and entry.quarantined is None:
+                # Somebody once promised this checkpoint; that it cannot be used must be seen.
                 reason = f"manifest: {entry.fault}"
                 write_quarantine(entry.folder, reason, time_s=self._clock())
                 self._record("quarantine", name=entry.folder.name, reason=reason, faults=[])

@@ -32,6 +32,7 @@ class RunMemory:
         exposure_s: training time over which failures were counted, seconds.
         commits: how many checkpoints were committed.
         last_commit_step: step of the newest commit, None before the first.
+        last_commit_name: folder of the newest commit, empty before the first.
         last_commit_time: when it was, seconds since the epoch.
         failed_saves: how many saves failed.
         failed_in_a_row: how many since the last commit.
@@ -52,6 +53,7 @@ class RunMemory:
     exposure_s: float = 0.0
     commits: int = 0
     last_commit_step: int | None = None
+    last_commit_name: str = ""
     last_commit_time: float | None = None
     failed_saves: int = 0
     failed_in_a_row: int = 0
@@ -110,6 +112,7 @@ class RunMemory:
         self.commits += 1
         self.failed_in_a_row = 0
         self.last_commit_step = int(event["step"])
+        self.last_commit_name = str(event["name"])
         self.last_commit_time = float(event["time"])
         self.stalls_s.append(float(event["stall_s"]))
         self.uploads_s.append(float(event["upload_s"]))

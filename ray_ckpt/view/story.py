@@ -18,7 +18,7 @@ def _attempt(e: dict[str, Any]) -> str:
 
 
 def _restored(e: dict[str, Any]) -> str:
-    if e["source"] == "start":
+    if not e["source"]:
         return f"attempt {e['generation']} begins at step 0: {e['reason']}"
     return (
         f"attempt {e['generation']} resumes at step {e['step']} from {e['source']} "
@@ -45,6 +45,10 @@ def _quarantine(e: dict[str, Any]) -> str:
     return f"QUARANTINED {e['name']}, it will not be restored: {e['reason']}"
 
 
+def _skipped(e: dict[str, Any]) -> str:
+    return f"{e['name']} cannot be read just now and is passed over: {e['reason']}"
+
+
 def _interruption(e: dict[str, Any]) -> str:
     return (
         f"attempt {e['generation']} ended at step {e['step']} ({e['kind']}: {e['cause']}); "
@@ -54,6 +58,10 @@ def _interruption(e: dict[str, Any]) -> str:
 
 def _save_requested(e: dict[str, Any]) -> str:
     return f"a save at the next step was asked for: {e['reason']}"
+
+
+def _alert(e: dict[str, Any]) -> str:
+    return f"ALERT {e['name']}: {e['problem']}"
 
 
 def _finished(e: dict[str, Any]) -> str:
@@ -68,7 +76,9 @@ _TELLERS = {
     "save_failed": _save_failed,
     "save_requested": _save_requested,
     "quarantine": _quarantine,
+    "skipped": _skipped,
     "interruption": _interruption,
+    "alert": _alert,
     "finished": _finished,
 }
 

@@ -1,0 +1,218 @@
+"""Every option of a run, with its unit and its rule.
+
+Options are frozen dataclasses. A wrong value or combination is refused when it is built, with the name of
+the option as it is written on the command line, the rule, and the way out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ray_ckpt.data.plan import check_batch
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.policy.decision import IntervalLimits
+
+DEFAULT_HOME = "~/ray_ckpt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingConfig:
+    """How the data is read."""
+
+    window_groups: int = 4
+    """Row groups of a stream that are shuffled together; more shuffles better and takes more memory."""
+    feed: Literal["ray", "local"] = "ray"
+    """Who reads: Ray Data ahead of training, or the training process when it needs the next batch."""
+    rows_per_task: int = 4096
+    """Rows that one read task of Ray Data reads, about."""
+    read_tasks: int = 1
+    """Read tasks that run at a time for each worker."""
+    prefetch_batches: int = 2
+    """Blocks kept ready in each worker."""
+
+    def __post_init__(self) -> None:
+        for name in ("window_groups", "rows_per_task", "read_tasks"):
+            _at_least(1, f"--reading.{_flag(name)}", getattr(self, name))
+        _at_least(0, "--reading.prefetch-batches", self.prefetch_batches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """When to save."""
+
+    interval_steps: int = 0
+    """Save every so many steps; 0 computes the interval from what the run measures."""
+    min_interval_s: float = 1.0
+    """Least time between saves, seconds."""
+    max_interval_s: float = 1800.0
+    """Most time between saves, seconds."""
+    first_save_steps: int = 10
+    """Steps before the first save, while nothing is measured yet."""
+    prior_mtbf_s: float = 86400.0
+    """Mean time between failures of the job, seconds, believed until failures are seen."""
+    prior_weight: float = 1.0
+    """How many seen failures that belief is worth."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.limits()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if self.prior_mtbf_s <= 0 or self.prior_weight <= 0:
+            raise ConfigError("--policy.prior-mtbf-s and --policy.prior-weight must be more than 0")
+
+    def limits(self) -> IntervalLimits:
+        """The bounds of the interval."""
+        return IntervalLimits(
+            fixed_steps=self.interval_steps,
+            min_s=self.min_interval_s,
+            max_s=self.max_interval_s,
+            first_steps=self.first_save_steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavingConfig:
+    """How saves are made."""
+
+    timeout_s: float = 600.0
+    """Longest wait for a save in flight when the run ends, and for a worker that does not answer, seconds."""
+    final_tries: int = 3
+    """Times the last save of a run is tried before the run is called failed."""
+    report_to_ray: bool = True
+    """Tell Ray Train of each commit, so that Result.checkpoint and get_checkpoint() know it."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ConfigError("--saving.timeout-s must be more than 0 s")
+        _at_least(1, "--saving.final-tries", self.final_tries)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticConfig:
+    """How the worker group follows the cluster."""
+
+    cpus_per_worker: float = 1.0
+    """CPUs that each worker reserves."""
+    gpu: Literal["auto", "yes", "no"] = "auto"
+    """One GPU for each worker; auto uses GPUs when the cluster has any."""
+    resize_check_s: float = 20.0
+    """Time between looks for more (or fewer) resources while training runs, seconds."""
+    start_timeout_s: float = 20.0
+    """Longest wait for a worker group to start before another size is tried, seconds."""
+    max_fruitless_attempts: int = 3
+    """Attempts in a row that may end before a new step; then the run stops and says why."""
+
+    def __post_init__(self) -> None:
+        if self.cpus_per_worker <= 0 or self.resize_check_s <= 0 or self.start_timeout_s <= 0:
+            raise ConfigError(
+                "--elastic.cpus-per-worker, --elastic.resize-check-s and --elastic.start-timeout-s must be "
+                "more than 0"
+            )
+        _at_least(1, "--elastic.max-fruitless-attempts", self.max_fruitless_attempts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A training run."""
+
+    run: str = "pretrain"
+    """Name of the run; the same name goes on where the run was left."""
+    storage: str = f"{DEFAULT_HOME}/runs"
+    """Folder that every node sees and that keeps the runs; an absolute path."""
+    data: str = ""
+    """Folder of Parquet rows of token ids; empty uses text that is on every machine, below ~/ray_ckpt."""
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    workers: str = "1:2"
+    """Fewest and most training workers, MIN:MAX; one number is a fixed size."""
+    global_batch: int = 24
+    """Samples per optimizer step, whatever the number of workers."""
+    micro_batch: int = 2
+    """Samples per forward and backward pass; must divide the global batch."""
+    seq_len: int = 128
+    """Tokens in a row of data."""
+    seed: int = 0
+    """Decides initial weights, order of samples and random numbers."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How the model is spread over workers: whole copies (DDP) or shards (FSDP2)."""
+    log_every: int = 10
+    """Steps between progress lines."""
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    saving: SavingConfig = field(default_factory=SavingConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.run):
+            raise ConfigError(
+                f"--run {self.run!r}: a run's name is a folder's name, of letters, digits, '.', '_' and '-' "
+                "(100 at most, the first a letter or digit)"
+            )
+        _at_least(1, "--steps", self.steps)
+        _at_least(2, "--seq-len", self.seq_len)
+        _at_least(1, "--log-every", self.log_every)
+        check_batch(self.global_batch, self.micro_batch)
+        low, high = self.worker_range
+        most = self.global_batch // self.micro_batch
+        if not 1 <= low <= high:
+            raise ConfigError(f"--workers {self.workers}: need 1 <= MIN <= MAX")
+        if high > most:
+            raise ConfigError(
+                f"--workers {self.workers}: at most {most} workers can share a global batch of "
+                f"{self.global_batch} in micro-batches of {self.micro_batch}. Lower MAX, make --micro-batch "
+                "smaller or --global-batch larger."
+            )
+
+    @property
+    def worker_range(self) -> tuple[int, int]:
+        """Fewest and most workers."""
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", self.workers.strip())
+        if match is None:
+            raise ConfigError(
+                f"--workers {self.workers!r}: write MIN:MAX, such as 1:8, or one number"
+            )
+        low = int(match[1])
+        return low, int(match[2]) if match[2] else low
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.storage) / self.run
+
+
+def absolute_folder(value: str, option: str) -> str:
+    """A folder option as an absolute path.
+
+    A relative path means one below the folder of whoever starts the program. A submitted job has no such
+    folder: its working directory is a temporary copy that is deleted, and a checkpoint in it is lost.
+
+    Raises:
+        ConfigError: a relative path in a submitted job, or a URI that is not supported.
+    """
+    if "://" in value:
+        raise ConfigError(
+            f"{option} {value}: only folders are supported so far, not object stores. Mount it, or use a "
+            "shared folder."
+        )
+    path = Path(value).expanduser()
+    if not path.is_absolute() and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        raise ConfigError(
+            f"{option} {value}: a relative path in a submitted job would point into the job's working "
+            "directory, a temporary copy that is deleted. Give an absolute path on a folder that every node "
+            "sees."
+        )
+    return str(Path(os.path.abspath(path)))
+
+
+def _at_least(least: int, option: str, value: int) -> None:
+    if value < least:
+        raise ConfigError(f"{option} {value}: must be at least {least}")
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,44 @@
+"""Names of Ray that are not public, in one place.
+
+Read in Ray 2.60.0. Each function checks that what it needs exists, and goes without it, with a warning,
+when it does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+READ_IN = "2.60.0"
+
+
+def session_logs_dir() -> Path | None:
+    """The folder whose files the dashboard's Logs tab lists for this node; None when not to be found."""
+    try:
+        from ray._private.worker import _global_node
+
+        if _global_node is not None:
+            return Path(_global_node.get_logs_dir_path())
+    except (ImportError, AttributeError) as error:
+        _missing("ray._private.worker._global_node.get_logs_dir_path", error)
+    return None
+
+
+def session_dir() -> Path | None:
+    """The folder of the Ray session this process is part of; None when not to be found."""
+    logs = session_logs_dir()
+    return None if logs is None else logs.parent
+
+
+def _missing(name: str, error: Exception) -> None:
+    import ray
+
+    logger.warning(
+        "%s is not there in Ray %s (read in %s): %s. The feature that uses it is off.",
+        name,
+        ray.__version__,
+        READ_IN,
+        error,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import tracemalloc
 from typing import Any
@@ -97,7 +98,7 @@ def test_a_stream_is_whole_windows_cut_only_at_its_ends(order, epoch):
         low = layout.first + stream * order.stream_rows
         spans = spans_of(order, epoch, stream)
         assert (spans[0].low, spans[-1].high) == (low, low + order.stream_rows)
-        for before, after in zip(spans, spans[1:], strict=False):
+        for before, after in itertools.pairwise(spans):
             assert before.high == after.low
             # Inside a stream a span ends where a row group ends: nobody reads that group again.
             assert before.high in layout.starts

@@ -1,0 +1,1 @@
+"""Where a run lives: clusters on one machine, on Kubernetes, or made by Ray's cluster launcher."""

@@ -1,0 +1,497 @@
+"""A many-node Ray cluster as an object: the library behind `cluster/local.py`."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cluster import _launch, _processes
+from cluster._jobs import Jobs
+from cluster._launch import Settings
+from cluster._state import (
+    ClusterError,
+    ClusterRecord,
+    Folders,
+    NodeRecord,
+    UsageError,
+    all_names,
+    check_name,
+)
+
+HEAD = "node0"
+_MAX_NODES = 250  # one address of a /24 each
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStatus:
+    """One node, as the cluster and the process table see it now.
+
+    Attributes:
+        state: "alive"; "draining"; "killed" by `kill`; "dead" when it ended in another way, for instance
+            drained; "lost" when its processes are gone and the head has not noticed yet.
+        deadline_s: Seconds until a draining node's announced end; None when it is not draining.
+        data_dir: The node's own folder, `RAY_CKPT_NODE_DIR` to its workers.
+        reason: Why Ray counts it as dead.
+    """
+
+    name: str
+    state: str
+    ip: str
+    cpus: int
+    node_id: str
+    raylet_pid: int
+    data_dir: Path
+    labels: Mapping[str, str]
+    deadline_s: float | None = None
+    reason: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """True while Ray counts the node in, which a draining one is."""
+        return self.state in ("alive", "draining", "lost")
+
+
+class LocalCluster:
+    """A Ray cluster of several nodes on this machine, gone when the block ends.
+
+        with LocalCluster(nodes=3, cpus=2) as cluster:
+            job = cluster.submit(["python", "train.py"], working_dir=Path("."))
+            cluster.kill("node1")
+            assert cluster.wait_job(job, timeout_s=300) == "SUCCEEDED"
+
+    It ends with the process that made it, whichever way that process ends.
+
+    Args:
+        nodes: Number of nodes, the head `node0` among them.
+        cpus: CPUs that each node offers; need not exist.
+        name: Folder name, unique among the clusters of this user; drawn when None.
+        dashboard_port: TCP port of the dashboard and job server; 0 takes a free one.
+        settings: How nodes are started.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 3,
+        cpus: int = 2,
+        *,
+        name: str | None = None,
+        dashboard_port: int = 0,
+        settings: Settings | None = None,
+    ) -> None:
+        if not 1 <= nodes <= _MAX_NODES:
+            raise UsageError(f"--nodes {nodes}: between 1 and {_MAX_NODES} nodes are possible")
+        _check_cpus(cpus)
+        self.name = name if name is not None else f"t-{secrets.token_hex(4)}"
+        check_name(self.name)
+        self._num_nodes = nodes
+        self._cpus = cpus
+        self._dashboard_port = dashboard_port
+        self._settings = settings or Settings()
+        self._folders = Folders(self.name)
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._jobs: Jobs | None = None
+
+    @classmethod
+    def attach(cls, name: str) -> LocalCluster:
+        """The running cluster of this name.
+
+        Raises:
+            UsageError: There is none.
+        """
+        cluster = cls(name=name)
+        cluster._settings = _settings_of(cluster._record())
+        return cluster
+
+    def __enter__(self) -> LocalCluster:
+        self.up()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.down()
+
+    # Life of the cluster.
+
+    def up(self, *, keep: bool = False) -> None:
+        """Starts head and nodes and waits until all have joined and jobs can be submitted.
+
+        Args:
+            keep: The cluster lives until `down`, instead of ending with this process.
+
+        Raises:
+            ClusterError: It could not start; nothing is left of it then.
+        """
+        sweep()
+        self._check_port()
+        with self._folders.lock():
+            old = self._folders.load()
+            if old is not None and any(_processes.is_alive(n.raylet) for n in old.nodes):
+                raise UsageError(
+                    f"cluster {self.name!r} is already up: end it with `down --name {self.name}` "
+                    "or choose another --name"
+                )
+            if old is not None:
+                destroy(old)
+                self._folders.create()
+            try:
+                self._start_all(keep)
+            except BaseException:
+                record = self._folders.load()
+                if record is not None:
+                    destroy(record)
+                raise
+        if not keep:
+            atexit.register(self._down_if_owner)
+            self._guard = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("_guard.py")), self.name],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def _start_all(self, keep: bool) -> None:
+        checksum = zlib.crc32(f"{os.getuid()}/{self.name}".encode())
+        record = ClusterRecord(
+            name=self.name,
+            subnet=f"127.{64 + checksum % 128}.{checksum // 128 % 256}",
+            dashboard_port=self._dashboard_port or _launch.free_port(),
+            owner=_processes.read(os.getpid()),
+            settings=dataclasses.asdict(self._settings),
+        )
+        if self._settings.auth == "token":
+            self._folders.auth_token.touch(mode=0o600)
+            self._folders.auth_token.write_text(secrets.token_hex(32))
+        head = _launch.new_node(record, HEAD, self._cpus)
+        record = self._start(record, [head])
+        names = [f"node{i}" for i in range(1, self._num_nodes)]
+        record = self._start(record, [_launch.new_node(record, n, self._cpus) for n in names])
+        _launch.wait_for_dashboard(record)
+        if keep:
+            self._folders.save(dataclasses.replace(record, owner=None))
+
+    def _start(self, record: ClusterRecord, nodes: Sequence[NodeRecord]) -> ClusterRecord:
+        """Starts these nodes at the same time; the record knows them before they exist."""
+        for node in nodes:
+            record = record.with_node(node)
+        self._folders.save(record)
+        starts = [_launch.Start(record, node, self._settings) for node in nodes]
+        for start in starts:
+            record = record.with_node(start.wait())
+            if not record.address:
+                record = dataclasses.replace(record, address=start.address())
+        self._folders.save(record)
+        return record
+
+    def down(self) -> None:
+        """Ends every process of the cluster and deletes its files; does nothing when it is down."""
+        if self._folders.load() is not None:
+            with self._folders.lock():
+                record = self._folders.load()
+                if record is not None:
+                    destroy(record)
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.wait()
+            self._guard = None
+        atexit.unregister(self._down_if_owner)
+
+    def _down_if_owner(self) -> None:
+        record = self._folders.load()
+        me = _processes.read(os.getpid())  # a forked child inherits the exit handler
+        if record and record.owner and me and record.owner.pid == me.pid:
+            self.down()
+
+    # Nodes that come and go.
+
+    def add(self, node: str | None = None, *, cpus: int | None = None) -> str:
+        """Adds a node, empty as a new machine.
+
+        Args:
+            node: Name of a dead node to bring back; a new name is drawn when None.
+            cpus: CPUs that it offers; as many as the head when None.
+
+        Returns:
+            Its name.
+        """
+        with self._folders.lock():
+            record = self._record()
+            if node is None:
+                node = f"node{1 + max(int(n.name.removeprefix('node')) for n in record.nodes)}"
+            elif self._is_running(record.node(node)):
+                raise UsageError(f"{node} is running: only a dead node can be brought back")
+            cpus = record.node(HEAD).cpus if cpus is None else cpus
+            _check_cpus(cpus)
+            try:
+                self._start(record, [_launch.new_node(record, node, cpus)])
+            except BaseException:
+                started = self._folders.load()
+                if started is not None:
+                    self._burn(started.node(node))
+                    self._folders.save(record)
+                raise
+        return node
+
+    def kill(self, node: str, *, force: bool = False) -> None:
+        """Kills a node as when its machine burns: all its processes at once, then all its files.
+
+        Args:
+            node: Its name.
+            force: Also the head, and with it the whole cluster.
+
+        Raises:
+            UsageError: Unknown node, dead already, or the head without `force`.
+        """
+        with self._folders.lock():
+            record = self._record()
+            found = record.node(node)
+            if node == HEAD and not force:
+                raise UsageError(
+                    f"{HEAD} is the head: without it the cluster is lost. "
+                    "Choose another node, or add --force"
+                )
+            if found.killed:
+                raise UsageError(f"{node} is dead already: `add` brings a node")
+            self._burn(found)
+            self._folders.save(record.with_node(dataclasses.replace(found, killed=True)))
+
+    def _burn(self, node: NodeRecord) -> None:
+        _kill_with_shared_memory([node])
+        self._folders.remove_node(node.name)
+
+    def drain(self, node: str, *, deadline_s: float, kill_at_deadline: bool = False) -> None:
+        """Announces the loss of a node, as a cloud does before it reclaims a spot machine.
+
+        Ray gives it no new work and tells what runs there. It ends an idle node at once; a busy one it leaves
+        alone even after the deadline, because ending the machine is the cloud's part.
+
+        Args:
+            node: Its name.
+            deadline_s: Seconds from now until its end.
+            kill_at_deadline: Play the cloud's part: wait for the deadline, then `kill`.
+
+        Raises:
+            UsageError: Unknown or dead node, the head, or a deadline that is not in the future.
+            ClusterError: Ray refused.
+        """
+        if deadline_s <= 0:
+            raise UsageError(f"--deadline-s {deadline_s:g}: give seconds from now, above 0")
+        record = self._record()
+        found = record.node(node)
+        if node == HEAD:
+            raise UsageError(f"{HEAD} is the head and cannot be drained: choose another node")
+        if not self._is_running(found):
+            raise UsageError(f"{node} is dead: only a running node can be drained")
+        end = time.monotonic() + deadline_s
+        message = f"{node} will be reclaimed in {deadline_s:g} s"
+        request = {"node_id": found.node_id, "deadline_s": deadline_s, "message": message}
+        answer = self._ask(record, "drain", request)
+        if not answer["accepted"]:
+            raise ClusterError(f"Ray refused to drain {node}: {answer['rejection']}")
+        if kill_at_deadline:
+            time.sleep(max(0.0, end - time.monotonic()))
+            self.kill(node)
+
+    # What the cluster is.
+
+    def nodes(self) -> list[NodeStatus]:
+        """All nodes that this cluster has had, by name."""
+        record = self._record()
+        seen = self._ask(record, "nodes", {})
+        return [self._status(node, seen.get(node.node_id)) for node in record.nodes]
+
+    def _status(self, node: NodeRecord, seen: Mapping[str, Any] | None) -> NodeStatus:
+        deadline_ms: int | None = seen["deadline_ms"] if seen else None
+        deadline_s: float | None = None
+        state = "dead"
+        if node.killed:
+            state = "killed"
+        elif seen and seen["alive"]:
+            state = "alive"
+            if deadline_ms is not None:
+                state, deadline_s = "draining", deadline_ms / 1000 - time.time()
+        if seen and seen["alive"] and not self._is_running(node):
+            state = "lost"
+        return NodeStatus(
+            name=node.name,
+            state=state,
+            ip=node.ip,
+            cpus=node.cpus,
+            node_id=node.node_id,
+            raylet_pid=node.raylet.pid if node.raylet else 0,
+            data_dir=self._folders.node_data(node.name),
+            labels=seen["labels"] if seen else {},
+            deadline_s=deadline_s,
+            reason=seen["death"] if seen else "",
+        )
+
+    def wait_for_nodes(self, count: int, timeout_s: float = 30.0) -> list[NodeStatus]:
+        """Waits until Ray counts exactly this many live nodes, draining ones among them.
+
+        Raises:
+            TimeoutError: It did not come to that.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            nodes = self.nodes()
+            alive = [node for node in nodes if node.alive]
+            if len(alive) == count:
+                return nodes
+            if time.monotonic() > deadline:
+                states = ", ".join(f"{node.name} {node.state}" for node in nodes)
+                raise TimeoutError(
+                    f"{len(alive)} live nodes instead of {count} after {timeout_s:g} s: {states}"
+                )
+            time.sleep(_POLL_S)
+
+    def env(self) -> dict[str, str]:
+        """Variables that make a program, or `ray job submit`, a client of this cluster."""
+        return _launch.client_environment(self._record())
+
+    def client_environ(self) -> dict[str, str]:
+        """The whole environment for such a program: this process's own, no other Ray's, and `env()`."""
+        return _launch.without_ray(os.environ) | self.env()
+
+    @property
+    def address(self) -> str:
+        """What `ray.init(address=...)` takes."""
+        return self._record().address
+
+    @property
+    def dashboard_url(self) -> str:
+        return self.env()["RAY_API_SERVER_ADDRESS"]
+
+    # Jobs.
+
+    def submit(
+        self,
+        entrypoint: Sequence[str],
+        working_dir: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """Submits a job, as `ray job submit` does.
+
+        Args:
+            entrypoint: The command as a list; it is quoted for the shell that Ray uses.
+            working_dir: Folder that is copied to the nodes; the command runs in the copy.
+            env: More environment variables for it.
+
+        Returns:
+            The job's id.
+        """
+        return self._job_server().submit(entrypoint, working_dir, env)
+
+    def job_status(self, job_id: str) -> str:
+        """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+        return self._job_server().status(job_id)
+
+    def job_logs(self, job_id: str) -> str:
+        """All that its driver has written until now."""
+        return self._job_server().logs(job_id)
+
+    def wait_job(self, job_id: str, timeout_s: float) -> str:
+        """Waits for its end and returns its status.
+
+        Raises:
+            TimeoutError: It still runs; the message holds the end of its log.
+        """
+        return self._job_server().wait(job_id, timeout_s)
+
+    def _job_server(self) -> Jobs:
+        if self._jobs is None:
+            token = _launch.token(self._record())
+            self._jobs = Jobs(self.dashboard_url, token)
+        return self._jobs
+
+    # Inside.
+
+    def _record(self) -> ClusterRecord:
+        record = self._folders.load()
+        if record is None:
+            running = ", ".join(all_names()) or "none"
+            raise UsageError(
+                f"no cluster {self.name!r} (running: {running}): start it with "
+                f"`up --name {self.name}`"
+            )
+        return record
+
+    @staticmethod
+    def _is_running(node: NodeRecord) -> bool:
+        return _processes.is_alive(node.raylet)
+
+    def _check_port(self) -> None:
+        if self._dashboard_port and not _launch.is_free(self._dashboard_port):
+            raise UsageError(
+                f"--dashboard-port {self._dashboard_port} is in use: choose another, or auto"
+            )
+
+    def _ask(self, record: ClusterRecord, call: str, request: dict[str, Any]) -> dict[str, Any]:
+        if not self._is_running(record.node(HEAD)):
+            raise ClusterError(
+                f"the head of cluster {self.name!r} is dead: end the rest with `down`"
+            )
+        body = json.dumps({"call": call, "address": record.address, **request})
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("_gcs.py")), body],
+            env=self.client_environ(),
+            capture_output=True,
+            text=True,
+            timeout=self._settings.start_timeout_s,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise ClusterError(f"the head did not answer: {done.stderr.strip()[-2000:]}")
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+
+def destroy(record: ClusterRecord) -> None:
+    """Ends what is left of a cluster and deletes its files."""
+    _kill_with_shared_memory(record.nodes)
+    Folders(record.name).remove()
+
+
+def sweep() -> list[str]:
+    """Ends the clusters whose owner is gone; returns their names."""
+    swept = []
+    for name in all_names():
+        record = Folders(name).load()
+        if record and record.owner and not _processes.is_alive(record.owner):
+            with Folders(name).lock():
+                destroy(record)
+            swept.append(name)
+    return swept
+
+
+def _kill_with_shared_memory(nodes: Sequence[NodeRecord]) -> None:
+    """Kills these nodes, and deletes the named shared memory that only they had in use."""
+    identities = [node.identity for node in nodes]
+    files = _processes.shared_memory_files(_processes.members(identities))
+    _processes.kill(identities)
+    _processes.unlink_orphans(files)
+
+
+def _check_cpus(cpus: int) -> None:
+    if cpus < 0:
+        raise UsageError(f"--cpus {cpus}: give 0 or more")
+
+
+def _settings_of(record: ClusterRecord) -> Settings:
+    return Settings.from_record(record.settings)

@@ -56,6 +56,9 @@ from ray_ckpt.errors import ConfigError, RayCkptError
 
 logger = logging.getLogger("ray_ckpt.prepare")
 
+NICENESS = "RAY_worker_niceness"
+"""Environment variable of Ray, spelt as Ray spells it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
@@ -112,9 +115,9 @@ def prepare(options: PrepareOptions) -> DataIndex:
 
     Raises:
         ConfigError: the output is a relative path inside a submitted job.
-        DataError: the output folder is in use or the input cannot be used; nothing is left behind.
+        DataError: the input cannot be used, or the output is in use or cannot be written; nothing
+            is left behind.
         ModuleNotFoundError: --tokenizer without the `tokenizers` library.
-        OSError: the output cannot be written; nothing is left behind.
     """
     started = time.monotonic()
     output = _check_output(options.output)
@@ -175,26 +178,38 @@ def _check_output(name: str) -> Path:
 def _staging(output: Path) -> Iterator[Path]:
     """A hidden empty folder beside the output that takes its name at the end, or goes."""
     folder = output.with_name(f".{output.name}.preparing")
-    parents = [parent for parent in output.parents if not parent.exists()]
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parents = [parent for parent in output.parents if not parent.exists()]
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _not_writable(output, error) from error
     with _claimed(folder):
         try:
             yield folder
             # Takes the place of an empty folder; fails if it has been filled meanwhile.
             folder.rename(output)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             for parent in parents:
                 with contextlib.suppress(OSError):
                     parent.rmdir()
+            # Errors of the input come as DataError and those of a cluster as ConnectionError.
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+                raise _not_writable(output, error) from error
             raise
+
+
+def _not_writable(output: Path, error: OSError) -> DataError:
+    return DataError(
+        f"--output {output} cannot be written ({error}): free space or mend permissions there, or "
+        "name another folder; nothing was left behind"
+    )
 
 
 @contextlib.contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Make the folder, or empty what a killed run left, unless a living run is working in it."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
+    """Own the folder and empty what a killed run left, unless a living run is working in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         busy = f"{folder} is in use: another preparation is writing there; wait for it to end"
@@ -225,19 +240,35 @@ def _ray() -> Iterator[None]:
     mine = not ray.is_initialized()
     try:
         if mine:
-            # Not the default address: it would join any Ray that happens to run on this machine.
-            ray.init(
-                address=os.environ.get("RAY_ADDRESS") or "local",
-                logging_level=logging.WARNING,
-                log_to_driver=False,
-                **({} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}),
-            )
+            _start_ray()
         data_logger.setLevel(logging.ERROR)
         yield
     finally:
         data_logger.setLevel(level)
         if mine:
             ray.shutdown()
+
+
+def _start_ray() -> None:
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
+        return
+    # Ray runs its workers at nice 15: beside two other busy processes on two cores they got so
+    # little that the first task came after 50 s, and after 4 s with 0.
+    before = os.environ.get(NICENESS)
+    os.environ[NICENESS] = before or "0"
+    try:
+        # Not the default address: it would join any Ray that happens to run on this machine.
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
+    finally:
+        if before is None:
+            del os.environ[NICENESS]
 
 
 def _token_stream(

@@ -7,6 +7,7 @@ import fcntl
 import gzip
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -112,6 +113,19 @@ def test_bad_input_leaves_nothing(
     message = capsys.readouterr().err
     assert message.startswith(f"error: input {mixed / 'sub' / 'x.jsonl'}, line 2 is not JSON")
     assert "Traceback" not in message
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_leaves_nothing(cluster: str, mixed: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: writing fails half-way."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    output = tmp_path / "new" / "data"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(DataError, match=f"--output {output} cannot be written"):
+            prepare(options(output, mixed, rows_per_file=4096))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "new").exists()
 
 

@@ -206,7 +206,8 @@ def absolute_folder(value: str, option: str) -> str:
             "directory, a temporary copy that is deleted. Give an absolute path on a folder that every node "
             "sees."
         )
-    return str(Path(os.path.abspath(path)))
+    # Not resolve(): links that lead to the shared folder are the user's, and stay as they are.
+    return os.path.abspath(path)  # noqa: PTH100
 
 
 def _at_least(least: int, option: str, value: int) -> None:

@@ -57,7 +57,8 @@ def load_toml(cls: type[T], path: Path) -> T:
 
 
 def _fill(default: T, values: Mapping[str, Any], where: str, prefix: str) -> T:
-    assert is_dataclass(default) and not isinstance(default, type)
+    assert is_dataclass(default)
+    assert not isinstance(default, type)
     known = {field.name: getattr(default, field.name) for field in fields(default)}
     changes: dict[str, Any] = {}
     for key, value in values.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,19 @@ def session_dir() -> Path | None:
     return None if logs is None else logs.parent
 
 
+def _controller_callback() -> type:
+    """Base class of callbacks of Ray Train's controller; without it nothing is called."""
+    try:
+        from ray.train.v2._internal.execution.callback import ControllerCallback
+
+        return ControllerCallback
+    except ImportError as error:
+        from ray.train import UserCallback
+
+        _missing("ray.train.v2._internal.execution.callback.ControllerCallback", error)
+        return UserCallback
+
+
 def _missing(name: str, error: Exception) -> None:
     import ray
 
@@ -42,3 +56,6 @@ def _missing(name: str, error: Exception) -> None:
         READ_IN,
         error,
     )
+
+
+ControllerCallback: Any = _controller_callback()

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.verify import Fault, verify_files
@@ -56,8 +57,9 @@ def load(
     reader = FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     target = state.state_dict()
-    if SCALARS in saved:
-        target[SCALARS] = torch.empty(saved[SCALARS].size, dtype=torch.uint8)
+    scalars = saved.get(SCALARS)
+    if isinstance(scalars, TensorStorageMetadata):
+        target[SCALARS] = torch.empty(scalars.size, dtype=torch.uint8)
     generators = rng.capture(device)
     if same_world:
         prefix = f"{_RNG}.{rng.rank_key(rank)}."
@@ -65,7 +67,7 @@ def load(
         target[_RNG] = {rng.rank_key(rank): generators}
     _compare_names(target, saved, folder)
     try:
-        dcp.load(target, storage_reader=reader, process_group=group)
+        dcp_load(target, storage_reader=reader, process_group=group)
     except (CheckpointException, ValueError) as error:
         raise RestoreError(
             f"{folder} is intact but does not fit the model or optimizer ({error}). Use the model and "

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, FileEntry, checkpoint_name
 from ray_ckpt.checkpoint.writer import ChecksumWriter
@@ -90,8 +90,8 @@ class Saver:
         """Makes the staging buffers, so that the first save costs what the tenth costs."""
         self._stager.stage(state_dict)
 
-    def save(self, step: int, state_dict: dict[str, Any]) -> float:
-        """Begins a save; returns when ``state_dict`` may change again.
+    def save(self, step: int, state_dict: Callable[[], dict[str, Any]]) -> float:
+        """Begins a save of what ``state_dict()`` gives; returns when the state may change again.
 
         Every rank calls this at the same step. Nothing that goes wrong here is raised: the outcome is
         told to ``on_result``.
@@ -107,8 +107,8 @@ class Saver:
         future: Any = None
         error: str | None = None
         try:
-            future = dcp.async_save(
-                state_dict,
+            future = async_save(
+                state_dict(),
                 storage_writer=writer,
                 async_stager=self._stager,
                 process_group=self._group,
@@ -162,7 +162,8 @@ class Saver:
 
 
 def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
-    errors = [f"rank {r}: {share.error}" for r, share in enumerate(shares) if share.error]
+    # DCP tells every rank of every failure: once is enough.
+    errors = list(dict.fromkeys(share.error for share in shares if share.error))
     files = [entry for share in shares for entry in share.files]
     return SaveResult(
         step=step,
@@ -174,6 +175,10 @@ def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
 
 
 def _describe(error: BaseException) -> str:
+    """One line; of DCP's collected failures the first one, without its traceback."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank = min(error.failures)
+        return f"on rank {rank}, {_describe(error.failures[rank][0])}"
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}"
 

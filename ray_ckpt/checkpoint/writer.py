@@ -7,6 +7,7 @@ changes them afterwards is found when the checkpoint is verified.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,8 +15,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import xxhash
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from ray_ckpt.checkpoint.manifest import FileEntry
 
@@ -23,14 +23,14 @@ from ray_ckpt.checkpoint.manifest import FileEntry
 class _HashingStream:
     """A binary stream that is only ever written forwards, and digests what passes."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: io.IOBase) -> None:
         self._stream = stream
         self._digest = xxhash.xxh3_128()
         self._bytes = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._stream.write(view)
+        cast("IO[bytes]", self._stream).write(view)
         self._digest.update(view)
         self._bytes += len(view)
         return len(view)
@@ -43,6 +43,10 @@ class _HashingStream:
 
     def fileno(self) -> int:
         return self._stream.fileno()
+
+    def close(self) -> None:
+        # DCP's stream transforms flush and close; the file itself is closed by who opened it.
+        self._stream.flush()
 
     def seek(self, *_: Any) -> int:
         # A digest cannot go back; nothing in DCP's writer does, and a silent wrong checksum is worse.
@@ -68,13 +72,13 @@ class HashingFileSystem(FileSystem):
     @contextmanager
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[IO[bytes], None, None]:
+    ) -> Generator[io.IOBase, None, None]:
         with super().create_stream(path, mode) as stream:
             if "r" in mode:
-                yield cast("IO[bytes]", stream)
+                yield stream
                 return
-            hashing = _HashingStream(cast("IO[bytes]", stream))
-            yield cast("IO[bytes]", hashing)
+            hashing = _HashingStream(stream)
+            yield cast("io.IOBase", hashing)
         name = self._name(path)
         self._entries[name] = hashing.entry(name)
 

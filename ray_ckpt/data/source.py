@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -63,6 +64,8 @@ def ordered_dataset(
     index: DataIndex, order: GlobalOrder, tasks: Sequence[Sequence[Read]], read_tasks: int
 ) -> ray.data.Dataset:
     """A dataset that yields the given reads in order."""
+    # Every dataset would announce its start and end in the job's log.
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     with warnings.catch_warnings():

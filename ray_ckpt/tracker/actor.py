@@ -7,7 +7,6 @@ the run's story, one line an event; the same lines go to a table file in the Log
 from __future__ import annotations
 
 import threading
-from collections import deque
 from typing import Any
 
 import ray
@@ -29,8 +28,6 @@ class TrackerActor(TrackerCore):
     """Serves the calls of rank 0, the controller's callbacks and the driver, one at a time."""
 
     def __init__(self, facts: RunFacts, options: TrackerOptions) -> None:
-        self._lines: deque[tuple[int, str]] = deque(maxlen=1000)
-        self._line_number = 0
         self._looks: dict[Any, str] = {}
         self._table = LogTable(session_logs_dir(), facts.run)
         self._metrics = Metrics(facts.run)
@@ -49,9 +46,8 @@ class TrackerActor(TrackerCore):
             self._looks[second_look(self._dir, name, int(save["step"]))] = name
         return committed
 
-    def story(self, after: int) -> tuple[int, list[str]]:
-        """Story lines since number ``after``, and the number of the last one."""
-        return self._line_number, [line for number, line in self._lines if number > after]
+    def __repr__(self) -> str:
+        return f"tracker:{self._facts.run}"  # what Ray puts before the lines of this actor's log
 
     def alive(self) -> bool:
         """Answers when the actor is ready."""
@@ -60,9 +56,7 @@ class TrackerActor(TrackerCore):
     def _show(self, event: dict[str, Any]) -> None:
         line = tell(event)
         if line is not None:
-            self._line_number += 1
-            self._lines.append((self._line_number, line))
-            print(line, flush=True)
+            print(line, flush=True)  # the actor's log, which Ray also shows to the driver
             self._table.write(event, line)
         self._metrics.count(event)
 

@@ -35,6 +35,7 @@ from ray_ckpt.checkpoint.manifest import (
     write_manifest,
     write_quarantine,
 )
+from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ManifestError, RestoreError, StaleGenerationError, StorageError
 from ray_ckpt.policy.decision import Decision, IntervalLimits, Measured, decide
 from ray_ckpt.policy.failures import FailureBelief
@@ -228,9 +229,7 @@ class TrackerCore:
             verified=source or None,  # every byte was read and compared on the way in
         )
 
-    def reject(
-        self, generation: int, name: str, faults: list[dict[str, str]]
-    ) -> RestorePlan | None:
+    def reject(self, generation: int, name: str, faults: list[Fault]) -> RestorePlan | None:
         """Quarantines a checkpoint that failed verification and offers the next older one.
 
         Raises:

@@ -1,0 +1,424 @@
+"""What a training function holds: restore, batches, step_end.
+
+::
+
+    session = ray_ckpt.attach(config)
+    state = session.restore(TrainState(model=model, optimizer=optimizer, scheduler=scheduler))
+    for batch in session.batches():
+        for micro in batch:
+            with accumulate(model, micro.last):
+                loss = loss_of(model, micro.tokens)
+                (loss * micro.scale).backward()
+            batch.add(micro, loss)
+        optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        session.step_end(lr=scheduler.get_last_lr()[0])
+    session.close()
+
+All ranks call the same methods in the same order. Rank 0 alone talks to the tracker, without waiting for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR
+from ray_ckpt.checkpoint.restore import load, verify_together, with_rng
+from ray_ckpt.checkpoint.saver import Saver, SaveResult
+from ray_ckpt.config import Config
+from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed
+from ray_ckpt.data.index import load_index
+from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.data.plan import BatchPlan
+from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
+from ray_ckpt.elastic.parallel import pads
+from ray_ckpt.errors import RayCkptError, RestoreError, StorageError
+from ray_ckpt.reporter import Reporter
+from ray_ckpt.state import rng
+from ray_ckpt.state.train_state import Progress, TrainState
+from ray_ckpt.tracker.client import TrackerClient
+from ray_ckpt.tracker.core import Attempt, RestorePlan
+from ray_ckpt.tracker.steward import Steward
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroStep:
+    """One forward and backward pass of this rank.
+
+    Attributes:
+        tokens: int64 [micro_batch, seq_len], on the session's device.
+        scale: factor of the mean loss before ``backward()``; 0 for a pass that only keeps others company.
+        share: this micro-batch's share of the global mean loss.
+        last: whether it is the rank's last pass of the step.
+        source: where the samples come from.
+    """
+
+    tokens: torch.Tensor
+    scale: float
+    share: float
+    last: bool
+    source: MicroBatch
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """This rank's part of a global batch; iterate over it for the passes to make."""
+
+    passes: list[MicroStep]
+    loss: torch.Tensor
+    micro_batches: list[MicroBatch]
+    num_tokens: int = field(default=0)
+
+    def __iter__(self) -> Iterator[MicroStep]:
+        return iter(self.passes)
+
+    def add(self, micro: MicroStep, loss: torch.Tensor) -> None:
+        """Adds the mean loss of a pass to the loss of the step."""
+        if micro.share:
+            self.loss += loss.detach().double() * micro.share
+            self.num_tokens += micro.tokens.shape[0] * (micro.tokens.shape[1] - 1)
+
+
+class Session:
+    """One worker's view of one attempt of a run.
+
+    Args:
+        config: of the run.
+        tracker: on rank 0, who to ask; None on the others.
+        device: of this rank.
+        nodes: on rank 0, node of each rank, for the record.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tracker: TrackerClient | None,
+        device: torch.device,
+        nodes: list[str] | None = None,
+    ) -> None:
+        self.config, self.device = config, device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.index = load_index(config.data)
+        self.plan = BatchPlan(
+            global_batch=config.global_batch,
+            micro_batch=config.micro_batch,
+            world_size=self.world_size,
+            rank=self.rank,
+        )
+        self.order = global_order(config)
+        timeout = timedelta(seconds=config.saving.timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._talk = dist.new_group(backend="gloo", timeout=timeout)
+        self._tracker, self._nodes = tracker, nodes or []
+        self._run_dir = config.run_dir
+        self._state: TrainState | None = None
+        self._batch: Batch | None = None
+        self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
+        self._seen = time.monotonic()
+
+    # ---- restore --------------------------------------------------------------------------------
+
+    def restore(self, state: TrainState) -> TrainState:
+        """Brings ``state`` to where the run is, and fixes this attempt's generation.
+
+        Every rank verifies its share of the checkpoint's bytes first. A checkpoint that fails is set aside by
+        the tracker, and the next older one is taken.
+
+        Raises:
+            RestoreError: no checkpoint can be used although there are some, or they do not fit the state.
+        """
+        attempt: Attempt = self._from_rank0(
+            "begin_attempt", world_size=self.world_size, nodes=self._nodes
+        )
+        started = time.monotonic()
+        self._state = state
+        plan = attempt.plan
+        while plan is not None:
+            plan, done = self._try_restore(state, attempt.generation, plan)
+            if done:
+                break
+        if plan is None:
+            rng.seed_all(self.config.seed, 0, self.plan.micro_batches[0])
+        self._steward = Steward(
+            tracker=self._tracker,
+            attempt=attempt,
+            start_step=state.progress.step,
+            total_steps=self.config.steps,
+        )
+        self._saver = Saver(
+            run_dir=self._run_dir,
+            generation=attempt.generation,
+            group=self._group,
+            on_result=self._saved,
+        )
+        self._saver.prepare(self._full_state())
+        self._from_rank0(
+            "restored",
+            generation=attempt.generation,
+            step=state.progress.step,
+            seconds=time.monotonic() - started,
+            source=plan.name if plan else "",
+            reason=plan.reason if plan else "no checkpoint yet",
+        )
+        self._seen = time.monotonic()
+        return state
+
+    def _try_restore(
+        self, state: TrainState, generation: int, plan: RestorePlan
+    ) -> tuple[RestorePlan | None, bool]:
+        """Restores a plan; ``(plan, True)`` when it worked, else the next plan."""
+        folder = self._run_dir / CHECKPOINTS_DIR / plan.name
+        faults = verify_together(folder, plan.manifest, self._group)
+        if faults:
+            return self._from_rank0(
+                "reject", generation=generation, name=plan.name, faults=faults
+            ), False
+        if not load(state, folder, plan.manifest, self._group, self.device):
+            rng.seed_all(self.config.seed, state.progress.step, self.plan.micro_batches[0])
+        if (state.progress.step, state.progress.samples) != (
+            plan.manifest.step,
+            plan.manifest.sample_offset,
+        ):
+            raise RestoreError(
+                f"{folder}: the manifest is of step {plan.manifest.step}, the state in it of step "
+                f"{state.progress.step}. Set the folder aside and start again: an older one will be used."
+            )
+        return plan, True
+
+    # ---- train ----------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is."""
+        return self._restored().progress
+
+    def batches(self) -> Iterator[Batch]:
+        """Yields this rank's part of each global batch, from where the run is to its last step."""
+        start = self._restored().progress.step
+        for micro_batches in self._feed().steps(start, self.config.steps):
+            if self._batch is not None:
+                raise RuntimeError(
+                    "step_end() was not called for the last batch: call it once on every rank after the "
+                    "optimizer's step, or the run would not know what it has trained on."
+                )
+            self._batch = self._make_batch(micro_batches)
+            yield self._batch
+
+    def step_end(self, *, lr: float, grad_norm: float | None = None) -> Agreement:
+        """Ends an optimizer step: counts it, and saves if the tracker wants a save here.
+
+        Args:
+            lr: learning rate of the step, for the record.
+            grad_norm: norm of the gradients before clipping, for the record.
+
+        Returns:
+            The global loss and what the ranks agreed on.
+        """
+        state, batch = self._restored(), self._batch
+        if batch is None:
+            raise RuntimeError(
+                "step_end() without a batch: call it once for each batch of batches()"
+            )
+        self._batch = None
+        step = state.progress.step + 1
+        agreement = agree(
+            Vote(
+                loss=float(batch.loss),
+                tokens=batch.num_tokens,
+                busy=self._saver.busy,
+                wants_save=self._steward.wants_save(step),
+                wants_report=self._reporter is not None and self._reporter.waiting,
+                digest=digest_samples(batch.micro_batches),
+            ),
+            self.device,
+        )
+        now = time.monotonic()
+        state.progress = Progress(
+            step=step,
+            samples=state.progress.samples + self.config.global_batch,
+            tokens=state.progress.tokens + agreement.tokens,
+        )
+        self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
+        if agreement.save:
+            self._save()
+        if agreement.report and self._reporter is not None:
+            self._reporter.report()
+        self._steward.exchange(flush=agreement.save)
+        self._seen = time.monotonic()
+        return agreement
+
+    def close(self) -> None:
+        """Ends the attempt; a run that reached its last step is committed there and marked as finished.
+
+        Raises:
+            StorageError: the last checkpoint could not be committed.
+        """
+        state = self._restored()
+        self._saver.wait(self.config.saving.timeout_s)
+        if state.progress.step < self.config.steps:
+            self._steward.exchange(flush=True)
+            return
+        for tries_left in reversed(range(self.config.saving.final_tries)):
+            if self._everyone_knows(self._steward.committed_step == state.progress.step):
+                break
+            if not tries_left:
+                raise StorageError(
+                    f"the state of the last step {state.progress.step} could not be committed "
+                    f"({self._steward.problem}). Mend the storage and start the run again: it goes on from the "
+                    "checkpoint before."
+                )
+            self._save()
+            self._saver.wait(self.config.saving.timeout_s)
+        if self._reporter is not None and self._everyone_knows(self._reporter.waiting):
+            self._reporter.report()
+        self._steward.exchange(flush=True)
+        self._from_rank0("finished", generation=self._steward.generation, step=state.progress.step)
+        self._saver.close(self.config.saving.timeout_s)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _restored(self) -> TrainState:
+        if self._state is None:
+            raise RuntimeError("call restore(state) first, also for a new run")
+        return self._state
+
+    def _feed(self) -> Feed:
+        reading = self.config.reading
+        if reading.feed == "local":
+            return LocalFeed(index=self.index, order=self.order, plan=self.plan)
+        return RayFeed(
+            index=self.index,
+            order=self.order,
+            plan=self.plan,
+            rows_per_task=reading.rows_per_task,
+            read_tasks=reading.read_tasks,
+            prefetch_batches=reading.prefetch_batches,
+        )
+
+    def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:
+        v = self.plan.num_micro_batches
+        count = self.plan.max_share if pads(self.config.parallel) else len(micro_batches)
+        padded = micro_batches + [micro_batches[-1]] * (count - len(micro_batches))
+        passes = [
+            MicroStep(
+                tokens=torch.from_numpy(micro.tokens).to(self.device, non_blocking=True),
+                scale=self.world_size / v if i < len(micro_batches) else 0.0,
+                share=1 / v if i < len(micro_batches) else 0.0,
+                last=i == count - 1,
+                source=micro,
+            )
+            for i, micro in enumerate(padded)
+        ]
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        return Batch(passes=passes, loss=loss, micro_batches=micro_batches)
+
+    def _step_record(
+        self, agreement: Agreement, lr: float, grad_norm: float | None, seconds: float
+    ) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "step": progress.step,
+            "loss": agreement.loss,
+            "loss_hex": agreement.loss.hex(),
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "sample_offset": progress.samples,
+            "sample_digest": agreement.digest,
+            "tokens": agreement.tokens,
+            "world_size": self.world_size,
+            "generation": self._steward.generation,
+            "step_time_s": seconds,
+            "time": time.time(),
+            "save_waits": agreement.save_waits,
+        }
+
+    def _full_state(self) -> dict[str, Any]:
+        return with_rng(self._restored().state_dict(), self.rank, self.device)
+
+    def _save(self) -> None:
+        progress = self.progress
+        self._saving = progress
+        self._steward.saving(progress.step)
+        self._saver.save(progress.step, self._full_state)
+
+    def _saved(self, result: SaveResult) -> None:
+        """On rank 0, in the background: asks the tracker to commit what was written."""
+        progress, record = self._saving, self._steward.last_record
+        save: dict[str, Any] = {
+            "step": result.step,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "world_size": self.world_size,
+            "files": [asdict(entry) for entry in result.files],
+            "stall_s": result.stall_s,
+            "upload_s": result.write_s,
+            "error": result.error,
+            "metrics": {"loss": record.get("loss", float("nan"))},
+            "guard": {},
+            "bitwise_comparable": True,
+        }
+        if self._steward.commit(save) and self._reporter is not None:
+            self._reporter.committed(result.step, self._steward.generation, save["metrics"])
+
+    def _from_rank0(self, method: str, **kwargs: Any) -> Any:
+        """Rank 0 calls the tracker; every rank gets the answer, or the same error."""
+        box: list[Any] = [None, None]
+        if self._tracker is not None:
+            try:
+                box[0] = self._tracker.call(method, **kwargs)
+            except RayCkptError as error:
+                box[1] = error
+        dist.broadcast_object_list(box, src=0, group=self._talk)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def _everyone_knows(self, value: bool) -> bool:
+        """What rank 0 says."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._talk)
+        return bool(box[0])
+
+
+def global_order(config: Config) -> GlobalOrder:
+    """The global order of samples that a configuration names."""
+    return GlobalOrder(
+        row_group_sizes=load_index(config.data).row_group_sizes,
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        seed=config.seed,
+        window_groups=config.reading.window_groups,
+    )
+
+
+def attach(config: Config) -> Session:
+    """Joins a training function that runs below Ray Train to its run.
+
+    Call it once on every worker, first of all.
+    """
+    import ray
+    import ray.train
+    import ray.train.torch
+
+    from ray_ckpt.tracker.client import RayTracker
+
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    nodes: list[Any] = [None] * context.get_world_size()
+    dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
+    return Session(
+        config,
+        tracker=RayTracker(config.run) if rank == 0 else None,
+        device=ray.train.torch.get_device(),
+        nodes=nodes,
+    )

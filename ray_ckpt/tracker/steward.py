@@ -1,0 +1,123 @@
+"""Rank 0's end of the line to the tracker: sends what happened, holds the present directive.
+
+Nothing here waits for the tracker within a step. Lines of executed steps are sent in bundles, and always
+before a save. On ranks other than 0 a steward knows nothing and wants nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from ray_ckpt.errors import RayCkptError, StaleGenerationError
+from ray_ckpt.tracker.client import TrackerClient
+from ray_ckpt.tracker.core import Attempt, Directive
+
+logger = logging.getLogger(__name__)
+
+BUNDLE_S = 0.25  # a killed rank 0 takes at most this much of steps.jsonl with it
+
+
+class Steward:
+    """Talks to the tracker for one attempt.
+
+    Args:
+        tracker: None on ranks other than 0.
+        attempt: what the tracker said when the attempt began.
+        start_step: step the attempt begins at.
+        total_steps: last step of the run.
+    """
+
+    def __init__(
+        self, *, tracker: TrackerClient | None, attempt: Attempt, start_step: int, total_steps: int
+    ) -> None:
+        self._tracker = tracker
+        self.generation = attempt.generation
+        self._directive: Directive = attempt.directive
+        self._answered_request = attempt.directive.save_request
+        self._last_save, self._total = start_step, total_steps
+        self._failures = 0
+        self._pending: list[dict[str, Any]] = []
+        self._ticket: Any = None
+        self._sent = time.monotonic()
+        self._lock = threading.Lock()  # the background thread of a save commits through this object
+        self.last_record: dict[str, Any] = {}
+        self.committed_step: int | None = None
+        self.problem: str = "nothing was saved"
+
+    def wants_save(self, step: int) -> bool:
+        """Whether a save is due at the end of ``step``; False on ranks other than 0."""
+        if self._tracker is None:
+            return False
+        if step >= self._total or self._directive.save_request > self._answered_request:
+            return True
+        every = self._directive.every_steps
+        if self._failures:
+            # A failed save is tried again soon, and less and less often while it keeps failing.
+            every = min(every, 2**self._failures)
+        return step - self._last_save >= every
+
+    def saving(self, step: int) -> None:
+        """Notes that a save of ``step`` begins."""
+        self._last_save = step
+        self._answered_request = self._directive.save_request
+
+    def executed(self, record: dict[str, Any]) -> None:
+        """Takes the line of an executed step."""
+        if self._tracker is not None:
+            self._pending.append(record)
+            self.last_record = record
+
+    def exchange(self, *, flush: bool) -> None:
+        """Sends waiting lines when it is time, and takes the tracker's last answer if it is there.
+
+        Raises:
+            StaleGenerationError: another attempt has taken this one's place: stop.
+        """
+        if self._tracker is None:
+            return
+        with self._lock:
+            if self._ticket is not None:
+                try:
+                    done, answer = self._tracker.poll(self._ticket)
+                except StaleGenerationError:
+                    raise
+                except RayCkptError as error:
+                    logger.warning("the tracker did not take the last steps: %s", error)
+                    done, answer = True, None
+                if done:
+                    self._ticket = None
+                    self._directive = answer or self._directive
+            due = flush or time.monotonic() - self._sent >= BUNDLE_S
+            if self._pending and due and (flush or self._ticket is None):
+                self._send()
+
+    def _send(self) -> None:
+        assert self._tracker is not None
+        self._ticket = self._tracker.post(
+            "steps", generation=self.generation, records=self._pending
+        )
+        self._pending = []
+        self._sent = time.monotonic()
+
+    def commit(self, save: dict[str, Any]) -> bool:
+        """Asks for a commit; called in the background thread of a save, on rank 0.
+
+        A commit that is refused or fails is told and tried again with the next save; it never stops training.
+        """
+        assert self._tracker is not None
+        try:
+            committed = bool(self._tracker.call("commit", generation=self.generation, save=save))
+            problem = save["error"] or "the tracker refused the commit, its log says why"
+        except Exception as error:
+            committed, problem = False, str(error)
+            logger.exception("commit of step %s failed", save["step"])
+        if committed:
+            self._failures = 0
+            self.committed_step = int(save["step"])
+        else:
+            self._failures += 1
+            self.problem = problem
+        return committed

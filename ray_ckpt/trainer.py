@@ -1,0 +1,231 @@
+"""From options to a finished run: checks, cluster, tracker, ``TorchTrainer``, and the last words.
+
+Everything that can be refused is refused before a worker starts, and before anything on disk changes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, usable
+from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
+from ray_ckpt.data.index import DataIndex, load_index
+from ray_ckpt.errors import ConfigError, RayCkptError, StorageError
+from ray_ckpt.local_ray import cluster
+from ray_ckpt.session import global_order
+from ray_ckpt.tracker.client import RayTracker
+from ray_ckpt.tracker.core import RunFacts, TrackerOptions
+from ray_ckpt.tracker.identity import check_identity, fingerprint
+from ray_ckpt.view.summary import snapshot_problem, summary
+
+C = TypeVar("C", bound=Config)
+
+
+def resolve(config: C) -> C:
+    """Fills in what depends on the machine: absolute folders, the default data folder.
+
+    Raises:
+        ConfigError: a folder that a job cannot use.
+    """
+    storage = absolute_folder(config.storage, "--storage")
+    data = config.data or f"{DEFAULT_HOME}/data/stdlib-{platform.python_version()}-{config.seq_len}"
+    return replace(config, storage=storage, data=absolute_folder(data, "--data"))
+
+
+def run(
+    config: C,
+    train: Callable[[C], None],
+    *,
+    identity: Mapping[str, Any] | None = None,
+    prepare: Callable[[C], Any] | None = None,
+) -> int:
+    """Trains until the last step, through whatever happens in between.
+
+    Args:
+        config: resolved options of the run (see :func:`resolve`).
+        train: the training function; called on every worker with ``config``.
+        identity: more options that must stay the same for the life of the run, by name.
+        prepare: makes the data when its folder is missing or empty.
+
+    Returns:
+        Exit code: 0 when the run is complete.
+
+    Raises:
+        RayCkptError: a mistake in the options (``ConfigError``), or a run that could not go on.
+    """
+    if _complete(config):
+        return 0
+    low, high = config.worker_range
+    with cluster(int(high * config.elastic.cpus_per_worker + 0.999)) as context:
+        if prepare is not None and _is_empty(config.data):
+            prepare(config)
+        index = load_index(config.data)
+        _check_data(config, index)
+        names = _identity(config, index, identity or {})
+        check_identity(config.run_dir, names)
+        _probe(config)
+        print(_opening(config, index, context), flush=True)
+        facts = RunFacts(
+            run=config.run,
+            run_dir=str(config.run_dir),
+            config_fingerprint=fingerprint(names),
+            data_fingerprint=index.fingerprint,
+            parallel=config.parallel,
+            versions=versions(),
+        )
+        return _fit(config, train, facts, (low, high))
+
+
+def _fit(config: C, train: Callable[[C], None], facts: RunFacts, workers: tuple[int, int]) -> int:
+    import ray
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from ray_ckpt.elastic.callbacks import make_callbacks
+    from ray_ckpt.tracker.actor import start_tracker
+    from ray_ckpt.view.narrator import Narrator
+
+    elastic = config.elastic
+    # The controller reads these from its environment; Ray hands them on from the driver's.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(elastic.start_timeout_s))
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+    handle = start_tracker(facts, tracker_options(config))
+    tracker = RayTracker(config.run, handle)
+    tracker.call("alive")
+    gpu = elastic.gpu == "yes" or (
+        elastic.gpu == "auto" and ray.cluster_resources().get("GPU", 0) >= workers[0]
+    )
+    trainer = TorchTrainer(
+        train,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(
+            num_workers=workers if workers[0] != workers[1] else workers[0],
+            use_gpu=gpu,
+            resources_per_worker={"CPU": elastic.cpus_per_worker} | ({"GPU": 1} if gpu else {}),
+            elastic_resize_monitor_interval_s=elastic.resize_check_s,
+        ),
+        run_config=RunConfig(
+            name=config.run,
+            storage_path=config.storage,
+            # Ray's budget counts every failure of weeks; ours counts attempts that got nowhere.
+            failure_config=FailureConfig(max_failures=-1),
+            callbacks=make_callbacks(config.run, config.saving.timeout_s),
+            logging_config=LoggingConfig(log_level="WARNING"),
+        ),
+    )
+    try:
+        with Narrator(tracker, config.steps, config.log_every):
+            trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        cause = str(getattr(error, "controller_failure", error))
+        raise RayCkptError(
+            f"run {config.run!r} stopped: {cause.removeprefix('the run stops: ')}\nWhat was committed is in "
+            f"{config.run_dir / CHECKPOINTS_DIR}; the same command goes on from there."
+        ) from error
+    finally:
+        ray.kill(handle)
+    print(summary(config.run_dir), flush=True)
+    return 0
+
+
+def tracker_options(config: Config) -> TrackerOptions:
+    """How the tracker decides, from the options of the run."""
+    return TrackerOptions(
+        limits=config.policy.limits(),
+        prior_mtbf_s=config.policy.prior_mtbf_s,
+        prior_weight=config.policy.prior_weight,
+        max_fruitless=config.elastic.max_fruitless_attempts,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the bits of a result."""
+    from importlib.metadata import version
+
+    names = ("torch", "ray", "numpy", "pyarrow", "ray-ckpt")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def _complete(config: Config) -> bool:
+    """Whether the run reached its last step before; says so."""
+    if not config.run_dir.exists():
+        return False
+    newest = next(iter(usable(list_checkpoints(config.run_dir))), None)
+    if newest is None or newest.step < config.steps:
+        return False
+    if newest.step > config.steps:
+        raise ConfigError(
+            f"run {config.run!r} is at step {newest.step}, after the last step that --steps {config.steps} "
+            "asks for. Give more steps, or another --run name."
+        )
+    print(f"run {config.run!r} is complete: step {newest.step} of {config.steps}.")
+    print(summary(config.run_dir), flush=True)
+    return True
+
+
+def _is_empty(folder: str) -> bool:
+    path = Path(folder)
+    return not path.is_dir() or not any(path.iterdir())
+
+
+def _check_data(config: Config, index: DataIndex) -> None:
+    if index.seq_len != config.seq_len:
+        raise ConfigError(
+            f"--seq-len {config.seq_len}: the rows in {config.data} have {index.seq_len} tokens. Use "
+            f"--seq-len {index.seq_len}, or prepare the data again with jobs/prepare.py."
+        )
+    global_order(config)  # refuses data that is less than a global batch
+
+
+def _identity(config: Config, index: DataIndex, more: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "--global-batch": config.global_batch,
+        "--micro-batch": config.micro_batch,
+        "--seq-len": config.seq_len,
+        "--seed": config.seed,
+        "--reading.window-groups": config.reading.window_groups,
+        "--data (fingerprint of its content)": index.fingerprint,
+        **more,
+    }
+
+
+def _probe(config: Config) -> None:
+    """Writes, syncs and removes a file in the run's folder, and looks at Ray's record of it."""
+    path = config.run_dir / f".probe-{os.getpid()}"
+    try:
+        with path.open("wb") as file:
+            file.write(b"\0" * (1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(
+            f"{config.run_dir} cannot be written ({error.strerror}). --storage must be a folder with room, "
+            "which this user may write to."
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
+    problem = snapshot_problem(config.run_dir)
+    if problem:
+        print(problem, flush=True)
+
+
+def _opening(config: Config, index: DataIndex, context: Any) -> str:
+    order = global_order(config)
+    url = getattr(context, "dashboard_url", None)
+    lines = [
+        f"run {config.run!r}: {config.steps} steps of {config.global_batch} samples, {config.workers} workers, "
+        f"{config.parallel}",
+        f"data {config.data}: {index.num_rows} rows, {order.steps_per_epoch} steps an epoch, "
+        f"{order.dropped_rows} rows left out of each",
+        f"storage {config.run_dir}",
+    ]
+    if url:
+        lines.append(
+            f"dashboard http://{url} (actor tracker:{config.run}, Logs: ray_ckpt-{config.run}.log)"
+        )
+    return "\n".join(lines)

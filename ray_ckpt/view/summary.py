@@ -1,0 +1,82 @@
+"""The last words of a run, from what it left on storage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, usable
+from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
+from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.view.human import human_bytes, human_duration
+
+_SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
+
+
+def surviving_steps(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The surviving history: per step its last line, in the order of steps."""
+    lines = {int(line["step"]): line for line in read_lines(run_dir / STEPS_NAME)}
+    return dict(sorted(lines.items()))
+
+
+def summary(run_dir: Path) -> str:
+    """Loss, goodput so far, interruptions, checkpoints, and where to look further."""
+    memory, last_time = RunMemory(), 0.0
+    for event in read_lines(run_dir / JOURNAL_NAME):
+        memory.apply(event)
+        last_time = float(event.get("time", last_time))
+    steps = surviving_steps(run_dir)
+    checkpoints = usable(list_checkpoints(run_dir))
+    lines = []
+    if steps:
+        last = steps[max(steps)]
+        lines.append(
+            f"step {last['step']}, loss {last['loss']:.4f}, {last['sample_offset']} samples"
+        )
+    if memory.first_time is not None and steps:
+        wall = max(last_time - memory.first_time, 1e-9)
+        useful = sum(line["step_time_s"] for line in steps.values())
+        lines.append(
+            f"goodput {100 * min(1.0, useful / wall):.1f} %: {human_duration(useful)} of useful steps in "
+            f"{human_duration(wall)}"
+        )
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(memory.interruptions.items()))
+    lines.append(f"interruptions: {kinds or 'none'}; steps done again: {memory.lost_steps}")
+    size = sum(e.manifest.total_bytes for e in checkpoints if e.manifest)
+    lines.append(
+        f"checkpoints: {len(checkpoints)} usable, {human_bytes(size)}, in {run_dir / CHECKPOINTS_DIR}"
+    )
+    lines.append(f"look further: ray-ckpt ls {run_dir}   ray-ckpt verify {run_dir}")
+    return "\n".join(lines)
+
+
+def snapshot_problem(run_dir: Path) -> str | None:
+    """Sets Ray Train's list of checkpoints aside when it names one that is gone, and says so.
+
+    Ray refuses to start a run whose list names a missing folder (Ray 2.60), or whose list it cannot read
+    (ray#62391). The manifests are the truth; the list is made anew.
+    """
+    path = run_dir / _SNAPSHOT
+    try:
+        text = path.read_text()
+    except OSError:
+        return None  # no list, nothing to refuse
+    try:
+        missing = [name for name in _named(json.loads(text)) if not (run_dir / name).exists()]
+    except ValueError:
+        missing = ["(the file is not JSON)"]
+    if not missing:
+        return None
+    path.replace(path.with_suffix(".json.old"))
+    return f"Ray Train's {_SNAPSHOT} names what is not there ({missing[0]}): set aside, the manifests count"
+
+
+def _named(value: Any) -> list[str]:
+    """Every checkpoint folder that a snapshot names, wherever in it."""
+    if isinstance(value, dict):
+        own = [v for k, v in value.items() if k == "checkpoint_dir_name" and isinstance(v, str)]
+        return own + [name for v in value.values() for name in _named(v)]
+    if isinstance(value, list):
+        return [name for v in value for name in _named(v)]
+    return []

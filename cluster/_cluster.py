@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import os
 import secrets
 import subprocess
@@ -12,15 +11,16 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from cluster import _launch, _processes
+from cluster._end import destroy, end_nodes, sweep
+from cluster._head import NodeStatus, ask, node_statuses, require_head
 from cluster._jobs import Jobs
 from cluster._launch import Settings
 from cluster._state import (
+    HEAD,
     ClusterError,
     ClusterRecord,
     Folders,
@@ -30,38 +30,8 @@ from cluster._state import (
     check_name,
 )
 
-HEAD = "node0"
 _MAX_NODES = 250  # one address of a /24 each
 _POLL_S = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeStatus:
-    """One node, as the cluster and the process table see it now.
-
-    Attributes:
-        state: "alive"; "draining"; "killed" by `kill`; "dead" when it ended in another way, for instance
-            drained; "lost" when its processes are gone and the head has not noticed yet.
-        deadline_s: Seconds until a draining node's announced end; None when it is not draining.
-        data_dir: The node's own folder, `RAY_CKPT_NODE_DIR` to its workers.
-        reason: Why Ray counts it as dead.
-    """
-
-    name: str
-    state: str
-    ip: str
-    cpus: int
-    node_id: str
-    raylet_pid: int
-    data_dir: Path
-    labels: Mapping[str, str]
-    deadline_s: float | None = None
-    reason: str = ""
-
-    @property
-    def alive(self) -> bool:
-        """True while Ray counts the node in, which a draining one is."""
-        return self.state in ("alive", "draining", "lost")
 
 
 class LocalCluster:
@@ -112,7 +82,7 @@ class LocalCluster:
             UsageError: There is none.
         """
         cluster = cls(name=name)
-        cluster._settings = _settings_of(cluster._record())
+        cluster._settings = Settings.from_record(cluster._record().settings)
         return cluster
 
     def __enter__(self) -> LocalCluster:
@@ -140,16 +110,16 @@ class LocalCluster:
         """
         sweep()
         self._check_port()
-        with self._folders.lock():
+        with self._folders.lock(create=True):
             old = self._folders.load()
-            if old is not None and any(_processes.is_alive(n.raylet) for n in old.nodes):
+            if old is not None and any(node.is_running for node in old.nodes):
                 raise UsageError(
                     f"cluster {self.name!r} is already up: end it with `down --name {self.name}` "
                     "or choose another --name"
                 )
             if old is not None:
-                destroy(old)
-                self._folders.create()
+                end_nodes(old.nodes)
+            self._folders.empty()
             try:
                 self._start_all(keep)
             except BaseException:
@@ -233,9 +203,10 @@ class LocalCluster:
         """
         with self._folders.lock():
             record = self._record()
+            require_head(record)
             if node is None:
                 node = f"node{1 + max(int(n.name.removeprefix('node')) for n in record.nodes)}"
-            elif self._is_running(record.node(node)):
+            elif record.node(node).is_running:
                 raise UsageError(f"{node} is running: only a dead node can be brought back")
             cpus = record.node(HEAD).cpus if cpus is None else cpus
             _check_cpus(cpus)
@@ -273,14 +244,14 @@ class LocalCluster:
             self._folders.save(record.with_node(dataclasses.replace(found, killed=True)))
 
     def _burn(self, node: NodeRecord) -> None:
-        _kill_with_shared_memory([node])
+        end_nodes([node])
         self._folders.remove_node(node.name)
 
     def drain(self, node: str, *, deadline_s: float, kill_at_deadline: bool = False) -> None:
         """Announces the loss of a node, as a cloud does before it reclaims a spot machine.
 
-        Ray gives it no new work and tells what runs there. It ends an idle node at once; a busy one it leaves
-        alone even after the deadline, because ending the machine is the cloud's part.
+        Ray gives it no new work and tells what runs there. It ends an idle node at once; a busy one it
+        leaves alone even after the deadline, because ending the machine is the cloud's part.
 
         Args:
             node: Its name.
@@ -297,12 +268,11 @@ class LocalCluster:
         found = record.node(node)
         if node == HEAD:
             raise UsageError(f"{HEAD} is the head and cannot be drained: choose another node")
-        if not self._is_running(found):
+        if not found.is_running:
             raise UsageError(f"{node} is dead: only a running node can be drained")
         end = time.monotonic() + deadline_s
         message = f"{node} will be reclaimed in {deadline_s:g} s"
-        request = {"node_id": found.node_id, "deadline_s": deadline_s, "message": message}
-        answer = self._ask(record, "drain", request)
+        answer = ask(record, "drain", node_id=found.node_id, deadline_s=deadline_s, message=message)
         if not answer["accepted"]:
             raise ClusterError(f"Ray refused to drain {node}: {answer['rejection']}")
         if kill_at_deadline:
@@ -314,33 +284,7 @@ class LocalCluster:
     def nodes(self) -> list[NodeStatus]:
         """All nodes that this cluster has had, by name."""
         record = self._record()
-        seen = self._ask(record, "nodes", {})
-        return [self._status(node, seen.get(node.node_id)) for node in record.nodes]
-
-    def _status(self, node: NodeRecord, seen: Mapping[str, Any] | None) -> NodeStatus:
-        deadline_ms: int | None = seen["deadline_ms"] if seen else None
-        deadline_s: float | None = None
-        state = "dead"
-        if node.killed:
-            state = "killed"
-        elif seen and seen["alive"]:
-            state = "alive"
-            if deadline_ms is not None:
-                state, deadline_s = "draining", deadline_ms / 1000 - time.time()
-        if seen and seen["alive"] and not self._is_running(node):
-            state = "lost"
-        return NodeStatus(
-            name=node.name,
-            state=state,
-            ip=node.ip,
-            cpus=node.cpus,
-            node_id=node.node_id,
-            raylet_pid=node.raylet.pid if node.raylet else 0,
-            data_dir=self._folders.node_data(node.name),
-            labels=seen["labels"] if seen else {},
-            deadline_s=deadline_s,
-            reason=seen["death"] if seen else "",
-        )
+        return node_statuses(record, ask(record, "nodes"))
 
     def wait_for_nodes(self, count: int, timeout_s: float = 30.0) -> list[NodeStatus]:
         """Waits until Ray counts exactly this many live nodes, draining ones among them.
@@ -366,7 +310,7 @@ class LocalCluster:
         return _launch.client_environment(self._record())
 
     def client_environ(self) -> dict[str, str]:
-        """The whole environment for such a program: this process's own, no other Ray's, and `env()`."""
+        """The whole environment for such a program: this process's own without RAY_*, and `env()`."""
         return _launch.without_ray(os.environ) | self.env()
 
     @property
@@ -432,66 +376,13 @@ class LocalCluster:
             )
         return record
 
-    @staticmethod
-    def _is_running(node: NodeRecord) -> bool:
-        return _processes.is_alive(node.raylet)
-
     def _check_port(self) -> None:
         if self._dashboard_port and not _launch.is_free(self._dashboard_port):
             raise UsageError(
                 f"--dashboard-port {self._dashboard_port} is in use: choose another, or auto"
             )
 
-    def _ask(self, record: ClusterRecord, call: str, request: dict[str, Any]) -> dict[str, Any]:
-        if not self._is_running(record.node(HEAD)):
-            raise ClusterError(
-                f"the head of cluster {self.name!r} is dead: end the rest with `down`"
-            )
-        body = json.dumps({"call": call, "address": record.address, **request})
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("_gcs.py")), body],
-            env=self.client_environ(),
-            capture_output=True,
-            text=True,
-            timeout=self._settings.start_timeout_s,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise ClusterError(f"the head did not answer: {done.stderr.strip()[-2000:]}")
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return answer
-
-
-def destroy(record: ClusterRecord) -> None:
-    """Ends what is left of a cluster and deletes its files."""
-    _kill_with_shared_memory(record.nodes)
-    Folders(record.name).remove()
-
-
-def sweep() -> list[str]:
-    """Ends the clusters whose owner is gone; returns their names."""
-    swept = []
-    for name in all_names():
-        record = Folders(name).load()
-        if record and record.owner and not _processes.is_alive(record.owner):
-            with Folders(name).lock():
-                destroy(record)
-            swept.append(name)
-    return swept
-
-
-def _kill_with_shared_memory(nodes: Sequence[NodeRecord]) -> None:
-    """Kills these nodes, and deletes the named shared memory that only they had in use."""
-    identities = [node.identity for node in nodes]
-    files = _processes.shared_memory_files(_processes.members(identities))
-    _processes.kill(identities)
-    _processes.unlink_orphans(files)
-
 
 def _check_cpus(cpus: int) -> None:
     if cpus < 0:
         raise UsageError(f"--cpus {cpus}: give 0 or more")
-
-
-def _settings_of(record: ClusterRecord) -> Settings:
-    return Settings.from_record(record.settings)

@@ -11,20 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cluster import _processes
-from cluster._cluster import destroy
+from cluster._end import end_if_orphaned
 from cluster._state import Folders
 
 _POLL_S = 1.0
 
 
 def main(name: str) -> None:
-    folders = Folders(name)
-    while (record := folders.load()) is not None and record.owner is not None:
-        if not _processes.is_alive(record.owner):
-            with folders.lock():
-                destroy(record)
-            return
+    """Returns when the cluster has ended, by its owner or for want of one."""
+    while Folders(name).load() is not None and not end_if_orphaned(name):
         time.sleep(_POLL_S)
 
 

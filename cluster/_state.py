@@ -24,11 +24,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from cluster._processes import Identity, Process
+from cluster._processes import Identity, Process, is_alive
 
 SCHEMA = 1
+HEAD = "node0"
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 _SOCKET_PATH_LIMIT = 107
 # What Ray appends to a node's temp folder for its longest socket.
@@ -77,6 +78,10 @@ class NodeRecord:
     raylet: Process | None = None
     node_id: str = ""
     killed: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return is_alive(self.raylet)
 
     @property
     def identity(self) -> Identity:
@@ -200,24 +205,62 @@ class Folders:
         new.write_text(json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1))
         new.replace(self.state)
 
-    @contextlib.contextmanager
-    def lock(self, timeout_s: float = 120.0) -> Iterator[None]:
-        """Keeps other commands from changing this cluster meanwhile."""
+    def empty(self) -> None:
+        """Deletes everything of this cluster but its folders and their lock."""
+        remove(self.shared_memory)
+        for path in self.home.iterdir():
+            if path.is_dir():
+                remove(path)
+            elif path.name != "lock":
+                path.unlink()
         self.create()
-        with (self.home / "lock").open("w") as file:
-            deadline = time.monotonic() + timeout_s
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise ClusterError(
-                            f"another command has been changing cluster {self.name!r} "
-                            f"for {timeout_s:g} s: wait for it or end it"
-                        ) from None
-                    time.sleep(0.1)
-            yield
+
+    @contextlib.contextmanager
+    def lock(self, timeout_s: float = 120.0, *, create: bool = False) -> Iterator[None]:
+        """Keeps other commands from changing this cluster meanwhile.
+
+        Raises:
+            ClusterError: Another command holds it for too long.
+            FileNotFoundError: There is no such cluster, and none is to be created.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.ExitStack() as opened:
+                file = opened.enter_context(self._open_lock(create))
+                if _try_lock(file) and self._is_current(file):
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"another command has been changing cluster {self.name!r} for {timeout_s:g} s: "
+                    "wait for it or end it"
+                )
+            time.sleep(0.1)
+
+    def _open_lock(self, create: bool) -> IO[str]:
+        for attempt in range(10):
+            try:
+                if create:
+                    self.create()
+                return (self.home / "lock").open("w")
+            except FileNotFoundError:  # the end of another cluster removes common folders
+                if not create or attempt == 9:
+                    raise
+        raise AssertionError
+
+    def _is_current(self, file: IO[str]) -> bool:
+        """False when the lock that was waited for has been deleted with its cluster."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file.fileno()), (self.home / "lock").stat())
+        return False
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def root() -> Path:

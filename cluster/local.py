@@ -38,7 +38,8 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: make the package around this file importable
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from cluster._cluster import LocalCluster, NodeStatus
+from cluster._cluster import LocalCluster
+from cluster._head import NodeStatus
 from cluster._launch import Settings, free_port
 from cluster._state import ClusterError, HealthCheck, UsageError, all_names
 
@@ -294,6 +295,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _COMMANDS[options.command].run(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 1
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

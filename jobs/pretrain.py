@@ -57,25 +57,22 @@ def train(config: PretrainConfig) -> None:
     """The training function: runs on every worker, in every attempt."""
     session = ray_ckpt.attach(config)
     device, optim = session.device, config.optim
+    on_gpu = device.type == "cuda"
     shape = replace(config.model, vocab_size=session.index.vocab_size or config.model.vocab_size)
     net = Transformer(shape)
     net.init_weights(config.seed)
-    model = spread(
-        net, config.parallel, device, torch.zeros(1, config.seq_len - 1, dtype=torch.int64)
-    )
+    example = torch.zeros(1, config.seq_len - 1, dtype=torch.int64)
+    model = spread(net, config.parallel, device, example)
     optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
     scheduler = warmup_cosine(optimizer, optim.warmup_steps, config.steps, optim.min_lr_ratio)
     session.restore(TrainState(model=model, optimizer=optimizer, scheduler=scheduler))
     for batch in session.batches():
-        lr = scheduler.get_last_lr()[0]
+        lr = float(scheduler.get_last_lr()[0])
         for micro in batch:
-            with (
-                accumulate(model, micro.last),
-                torch.autocast(device.type, torch.bfloat16, device.type == "cuda"),
-            ):
+            with accumulate(model, micro.last), torch.autocast(device.type, torch.bfloat16, on_gpu):
                 logits = model(micro.tokens[:, :-1])
                 loss = cross_entropy(logits.flatten(0, 1).float(), micro.tokens[:, 1:].flatten())
-                (loss * micro.scale).backward()
+                (loss * micro.scale).backward()  # type: ignore[no-untyped-call]
             batch.add(micro, loss)
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm))
         optimizer.step()

@@ -41,6 +41,8 @@ def cluster(num_cpus: int) -> Iterator[Any]:
     if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
         yield ray.init(ignore_reinit_error=True, **quiet)
         return
+    # Ray starts workers at nice 15: beside two busy processes on two cores they all but stand still.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     folder = _session_folder()
     watchdog = _start_watchdog(folder)
     try:

@@ -66,6 +66,7 @@ def ordered_dataset(
     """A dataset that yields the given reads in order."""
     # Every dataset would announce its start and end in the job's log.
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     with warnings.catch_warnings():

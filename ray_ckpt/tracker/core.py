@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 # Steps whose times give the median step time.
 _RECENT_STEPS = 50
+_FEW_STEPS = 3
 # A decision is written down when it moves by more than this share.
 _WORTH_TELLING = 0.02
 
@@ -460,7 +461,8 @@ class TrackerCore:
         )
 
     def _step_time(self) -> float | None:
-        return median(self._step_times) if self._step_times else None
+        # The first step of an attempt waits for the data to start; alone it would mislead.
+        return median(self._step_times) if len(self._step_times) >= _FEW_STEPS else None
 
     def _belief(self) -> FailureBelief:
         return FailureBelief(

@@ -1,0 +1,94 @@
+"""A resumed run is the uninterrupted run: same losses, same samples, same state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import events, history, make_config, make_data, run_world, train
+
+from ray_ckpt.data.feed import MicroBatch
+from ray_ckpt.elastic.control import digest_samples
+from ray_ckpt.session import global_order
+
+pytestmark = pytest.mark.dist
+
+ROW_GROUPS = [7, 1, 0, 12, 9, 3, 20, 5]  # 57 rows: 5 global batches an epoch, 7 rows left out
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_data(tmp_path / "data", ROW_GROUPS)
+    return tmp_path
+
+
+def losses(config: Any) -> list[str]:
+    return [line["loss_hex"] for line in history(config).values()]
+
+
+def digests(config: Any) -> list[str]:
+    return [line["sample_digest"] for line in history(config).values()]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world"), [("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
+)
+def test_two_resumes_repeat_the_uninterrupted_run_bit_for_bit(
+    folder: Path, parallel: str, world: int
+) -> None:
+    whole = make_config(folder, run="whole", parallel=parallel)
+    reference = run_world(train, world, whole)[0]
+    broken = make_config(folder, run="broken", parallel=parallel)
+    first = run_world(train, world, broken, 5)[0]
+    second = run_world(train, world, broken, 8)[0]
+    third = run_world(train, world, broken)[0]
+    assert (first["started"], second["started"], third["started"]) == (0, 3, 6)
+    assert losses(broken) == losses(whole)
+    assert digests(broken) == digests(whole)
+    assert third["at_end"] == reference["at_end"]
+    rows = history(broken)
+    assert [row["sample_offset"] for row in rows.values()] == [10 * s for s in rows]
+    assert [row["lr"] for row in rows.values()] == [row["lr"] for row in history(whole).values()]
+    assert [e["lost_steps"] for e in events(broken, "interruption")] == [2, 2]
+
+
+def test_every_world_sees_the_same_samples_in_the_same_order(folder: Path) -> None:
+    seen = {}
+    for world in (1, 2, 3, 5):
+        config = make_config(folder, run=f"w{world}", steps=7)
+        run_world(train, world, config)
+        seen[world] = digests(config)
+    order = global_order(make_config(folder))
+    expected = []
+    for step in range(7):
+        rows = order.rows_at(np.arange(10 * step, 10 * step + 10)).reshape(5, 2)
+        micros = [
+            MicroBatch(index=j, tokens=np.empty((0, 0), np.int64), rows=r, positions=r)
+            for j, r in enumerate(rows)
+        ]
+        expected.append(f"{digest_samples(micros):016x}")
+    assert all(found == expected for found in seen.values())
+
+
+def test_a_run_that_changes_its_world_keeps_batch_and_order(folder: Path) -> None:
+    config = make_config(folder, run="changing")
+    for world, stop in ((3, 4), (2, 8), (5, None)):
+        run_world(train, world, config, stop)
+    whole = make_config(folder, run="whole")
+    run_world(train, 1, whole)
+    assert digests(config) == digests(whole)
+    assert {line["tokens"] for line in history(config).values()} == {10 * 8}
+    assert [e["world_size"] for e in events(config, "attempt_started")] == [3, 2, 5]
+
+
+def test_state_survives_resharding_between_fsdp_and_ddp(folder: Path) -> None:
+    config = make_config(folder, run="reshard", parallel="fsdp", steps=20)
+    saved = run_world(train, 2, config, 3)[0]["at_end"]
+    route = [("ddp", 1, 6), ("fsdp", 3, 9), ("ddp", 2, 12), ("fsdp", 2, 15)]
+    for parallel, world, stop in route:
+        found = run_world(train, world, make_config(folder, run="reshard", parallel=parallel, steps=20), stop)
+        assert found[0]["started"] == stop - 3
+        assert found[0]["at_start"] == saved
+        saved = found[0]["at_end"]

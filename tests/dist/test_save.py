@@ -1,0 +1,119 @@
+"""One save: what is in it, and what happens when it goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from worlds import events, history, make_config, make_data, open_session, run_world, train
+
+from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, read_manifest, usable
+from ray_ckpt.checkpoint.verify import verify_files
+from ray_ckpt.config import PolicyConfig
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_data(tmp_path / "data", [16] * 12)
+    return tmp_path
+
+
+def _save_then_mutate(rank: int, world: int, config: Any) -> dict[str, Any]:
+    session, state, model = open_session(rank, config)
+    session.restore(state)
+    state.progress.step = 5
+    before = {name: p.detach().clone() for name, p in model.state_dict().items()}
+    session._save()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    session._saver.wait(60)
+    return before
+
+
+def test_saved_values_are_those_of_the_save_step(folder: Path) -> None:
+    """Tensors on the CPU are copied too (pytorch#144657), and plain DCP can read the result."""
+    config = make_config(folder)
+    before = run_world(_save_then_mutate, 2, config)[0]
+    checkpoint = config.run_dir / CHECKPOINTS_DIR / "step-00000005-g1"
+    names = {name.removeprefix("module."): value for name, value in before.items()}
+    target = {f"model.{name}": torch.full_like(value, 7.0) for name, value in names.items()}
+    dcp.load(target, checkpoint_id=checkpoint, no_dist=True)
+    for name, value in names.items():
+        assert torch.equal(target[f"model.{name}"], value), name
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_file_of_a_commit_is_in_its_manifest(folder: Path, overlap: bool) -> None:
+    config = make_config(folder, policy=PolicyConfig(interval_steps=1 if overlap else 3))
+    run_world(train, 2, config, None, False, None, overlap)
+    entries = usable(list_checkpoints(config.run_dir))
+    steps = [entry.step for entry in entries]
+    if overlap:  # a save that comes too soon waits for the one in flight; the last is never left out
+        waited = [s for s, line in history(config).items() if line["save_waits"]]
+        assert steps[0] == 12
+        assert waited
+    else:
+        assert steps == [12, 9, 6, 3]
+    for entry in entries:
+        assert verify_files(entry.folder, read_manifest(entry.folder)) == []
+
+
+class _FullDisk:
+    """Makes the writes of one rank fail, at given steps, as a full disk does."""
+
+    def __init__(self, bad_rank: int, bad_steps: set[int]) -> None:
+        self.bad_rank, self.bad_steps = bad_rank, bad_steps
+
+    def __call__(self, session: Any, step: int) -> None:
+        from ray_ckpt.checkpoint import writer
+
+        def write(stream: Any, data: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        if not hasattr(self, "good"):
+            self.good = writer._HashingStream.write
+        bad = dist.get_rank() == self.bad_rank and step + 1 in self.bad_steps
+        writer._HashingStream.write = write if bad else self.good  # type: ignore[method-assign]
+        session._saver.wait(60)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_a_failed_save_and_no_more(folder: Path, bad_rank: int) -> None:
+    config = make_config(folder)
+    run_world(train, 2, config, None, False, _FullDisk(bad_rank, {6, 7, 8}))
+    failed = events(config, "save_failed")
+    assert failed, "the fault was not injected"
+    assert all("No space left" in event["error"] for event in failed)
+    assert list(history(config)) == list(range(1, 13))
+    entries = list_checkpoints(config.run_dir)
+    assert [e.step for e in usable(entries)][0] == 12
+    assert len(entries) == len(usable(entries)), "a failed save left a folder behind"
+    assert 3 in [e.step for e in entries], "an earlier checkpoint was touched"
+
+
+def _save_often(rank: int, world: int, config: Any) -> list[int]:
+    session, state, model = open_session(rank, config)
+    session.restore(state)
+    process, sizes = psutil.Process(), []
+    for step in range(1, 31):
+        state.progress.step = step
+        session._save()
+        session._saver.wait(60)
+        sizes.append(process.memory_info().rss)
+    return sizes
+
+
+def test_memory_does_not_grow_with_saves(folder: Path) -> None:
+    """pytorch#170163: 30 saves, no growth beyond noise after the first ten."""
+    for sizes in run_world(_save_often, 2, make_config(folder)):
+        assert max(sizes[10:]) - sizes[9] < 16 << 20, sizes

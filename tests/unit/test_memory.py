@@ -1,0 +1,157 @@
+"""What the tracker remembers is a fold of the journal: any cut of it, at any time, gives the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ckpt.tracker.memory import PLANNED, RECENT_SAVES, RunMemory
+
+Event = dict[str, Any]
+
+steps = st.integers(0, 10**6)
+times = st.floats(0, 2e9)
+small = st.floats(0, 1e4)
+kinds = st.sampled_from(["worker_error", "node_loss", "hang", "lost", *sorted(PLANNED)])
+
+
+def event(event: str, **fields: Any) -> st.SearchStrategy[Event]:
+    return st.fixed_dictionaries({"event": st.just(event), "time": times, **fields})
+
+
+events = st.lists(
+    st.one_of(
+        event("attempt_started", generation=st.integers(1, 99), world_size=st.integers(1, 64)),
+        event("restored", generation=st.integers(1, 99), step=steps),
+        event("interruption", kind=kinds, step=steps, lost_steps=steps, exposure_s=small),
+        event("commit", step=steps, name=st.text(max_size=5), stall_s=small, upload_s=small,
+              exposure_s=small),
+        event("save_failed", step=steps, name=st.just("x"), error=st.just("y")),
+        event("finished", step=steps, exposure_s=small),
+        event("something of a later version"),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+def fold(lines: list[Event]) -> RunMemory:
+    memory = RunMemory()
+    for line in lines:
+        memory.apply(line)
+    return memory
+
+
+def started(generation: int = 1, world_size: int = 2) -> Event:
+    return {"event": "attempt_started", "generation": generation, "world_size": world_size}
+
+
+def interrupted(step: int, kind: str = "worker_error") -> Event:
+    return {"event": "interruption", "kind": kind, "step": step, "lost_steps": 0, "exposure_s": 1.0}
+
+
+def committed(step: int, stall_s: float = 1.0, upload_s: float = 2.0) -> Event:
+    return {
+        "event": "commit",
+        "time": 5.0,
+        "step": step,
+        "name": f"step-{step}",
+        "stall_s": stall_s,
+        "upload_s": upload_s,
+        "exposure_s": 1.0,
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(events, st.data())
+def test_stopping_anywhere_and_reading_again_remembers_the_same(lines, data):
+    live = fold(lines)
+    cut = data.draw(st.integers(0, len(lines)))
+    again = fold([json.loads(json.dumps(line)) for line in lines[:cut]])
+    for line in lines[cut:]:
+        again.apply(line)
+    assert again == live
+
+
+@settings(max_examples=60, deadline=None)
+@given(events)
+def test_counts_are_those_of_the_journal(lines):
+    memory = fold(lines)
+
+    def of(name: str) -> list[Event]:
+        return [line for line in lines if line["event"] == name]
+
+    ends = of("interruption")
+    assert memory.interruptions.total() == len(ends)
+    assert memory.failures == sum(line["kind"] not in PLANNED for line in ends)
+    assert memory.lost_steps == sum(line["lost_steps"] for line in ends)
+    assert memory.commits == len(of("commit"))
+    assert memory.failed_saves == len(of("save_failed"))
+    assert memory.failed_in_a_row <= memory.failed_saves
+    assert memory.last_commit_step == (of("commit")[-1]["step"] if of("commit") else None)
+    assert len(memory.stalls_s) == min(RECENT_SAVES, memory.commits)
+    assert (memory.stall_s is None) == (memory.upload_s is None) == (memory.commits == 0)
+    # A clock that was set back does not make the run younger.
+    assert memory.first_time == (lines[0]["time"] if lines else None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(events)
+def test_the_generation_and_the_best_step_only_grow(lines):
+    memory, generation, best = RunMemory(), 0, 0
+    for line in lines:
+        memory.apply(line)
+        assert memory.generation >= generation
+        assert memory.best_step >= best
+        generation, best = memory.generation, memory.best_step
+    started_ones = [line["generation"] for line in lines if line["event"] == "attempt_started"]
+    assert memory.generation == max(started_ones, default=0)
+
+
+@pytest.mark.parametrize(
+    "line", [{}, {"event": None}, {"event": "apply"}, {"event": "x", "time": "y"}]
+)
+def test_lines_it_does_not_know_change_nothing(line):
+    assert fold([line]) == RunMemory()
+
+
+def test_an_attempt_is_open_until_it_ends():
+    memory = RunMemory()
+    assert not memory.attempt_open
+    for end in (interrupted(3), {"event": "finished", "step": 9, "exposure_s": 2.0}):
+        memory.apply(started())
+        assert memory.attempt_open
+        memory.apply(committed(2))
+        assert memory.attempt_open
+        memory.apply(end)
+        assert not memory.attempt_open
+    assert memory.finished_step == 9
+    memory.apply(started(2))
+    assert memory.finished_step is None
+
+
+def test_attempts_that_win_no_step_are_counted_in_a_row():
+    memory = RunMemory()
+    counts = []
+    for step in (0, 5, 5, 4, 6, 6):
+        memory.apply(interrupted(step))
+        counts.append(memory.fruitless)
+    assert counts == [1, 0, 1, 2, 0, 1]
+
+
+def test_measurements_follow_the_last_saves_and_shrug_off_an_odd_one():
+    memory = fold([committed(n, stall_s=1.0, upload_s=10.0) for n in range(5)])
+    memory.apply(committed(6, stall_s=100.0, upload_s=1000.0))
+    assert (memory.stall_s, memory.upload_s) == (1.0, 10.0)
+    for n in range(7, 7 + RECENT_SAVES):
+        memory.apply(committed(n, stall_s=3.0, upload_s=30.0))
+    assert (memory.stall_s, memory.upload_s) == (3.0, 30.0)
+
+
+def test_a_commit_ends_a_row_of_failed_saves():
+    failed = {"event": "save_failed", "step": 1, "name": "x", "error": "y"}
+    memory = fold([failed, failed, committed(2), failed])
+    assert (memory.failed_saves, memory.failed_in_a_row) == (3, 1)

@@ -1,0 +1,90 @@
+"""Each event that matters has one line, which names what a reader must know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_ckpt.view.story import tell
+
+COMMIT = {
+    "name": "step-00001200-g3",
+    "bytes": 3 << 30,
+    "files": 5,
+    "stall_s": 0.071,
+    "upload_s": 12.2,
+}
+LINES: list[tuple[dict[str, Any], str]] = [
+    ({"event": "attempt_started", "generation": 3, "world_size": 1}, "attempt 3 starts with 1 worker"),
+    ({"event": "attempt_started", "generation": 4, "world_size": 2}, "attempt 4 starts with 2 workers"),
+    (
+        {"event": "restored", "generation": 3, "step": 0, "seconds": 0.0, "source": "",
+         "reason": "there is no checkpoint yet"},
+        "attempt 3 begins at step 0: there is no checkpoint yet",
+    ),
+    (
+        {"event": "restored", "generation": 3, "step": 1200, "seconds": 4.2,
+         "source": "step-00001200-g2", "reason": "newest committed checkpoint"},
+        "attempt 3 resumes at step 1200 from step-00001200-g2 in 4.2s: newest committed checkpoint",
+    ),
+    ({"event": "decision", "every_steps": 1, "reason": "fixed: x"}, "save every 1 step: fixed: x"),
+    ({"event": "decision", "every_steps": 54, "reason": "young: y"}, "save every 54 steps: young: y"),
+    (
+        {"event": "commit", **COMMIT},
+        "committed step-00001200-g3: 3.0 GiB in 5 files, stall 0.07s, upload 12s",
+    ),
+    (
+        {"event": "save_failed", "step": 7, "name": "x", "error": "no space left on device"},
+        "SAVE FAILED at step 7, training goes on and tries again: no space left on device",
+    ),
+    (
+        {"event": "quarantine", "name": "step-00000007-g1", "reason": "a: checksum differs", "faults": []},
+        "QUARANTINED step-00000007-g1, it will not be restored: a: checksum differs",
+    ),
+    (
+        {"event": "skipped", "name": "step-00000007-g1", "reason": "a: unreadable", "faults": []},
+        "step-00000007-g1 cannot be read just now and is passed over: a: unreadable",
+    ),
+    (
+        {"event": "interruption", "generation": 2, "step": 9, "kind": "node_loss", "cause": "node died",
+         "lost_steps": 4},
+        "attempt 2 ended at step 9 (node_loss: node died); 4 steps to do again",
+    ),
+    (
+        {"event": "interruption", "generation": 2, "step": 9, "kind": "drain", "cause": "x", "lost_steps": 1},
+        "attempt 2 ended at step 9 (drain: x); 1 step to do again",
+    ),
+    (
+        {"event": "save_requested", "reason": "a drain is coming", "number": 1},
+        "a save at the next step was asked for: a drain is coming",
+    ),
+    ({"event": "alert", "name": "step-1", "problem": "gone"}, "ALERT step-1: gone"),
+    ({"event": "finished", "step": 300, "exposure_s": 1.0}, "finished at step 300"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("event", "line"), LINES)
+def test_an_event_is_told_in_one_line(event, line):
+    assert tell({"time": 1.0, "generation": 1, **event}) == line
+
+
+@pytest.mark.parametrize("event", [{}, {"event": None}, {"event": "stall"}, {"event": 7}])
+def test_other_events_are_not_worth_a_line(event):
+    assert tell(event) is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "save_failed", "step": 1, "error": "first line\nsecond line"},
+        {"event": "interruption", "generation": 1, "step": 1, "kind": "worker_error",
+         "cause": "Traceback:\n  File x", "lost_steps": 0},
+        {"event": "alert", "name": "x", "problem": "a\nb"},
+    ],
+)  # fmt: skip
+@pytest.mark.xfail(strict=True, reason="a cause of several lines is told in several lines")
+def test_a_cause_of_several_lines_is_still_one_line(event):
+    line = tell(event)
+    assert line is not None
+    assert "\n" not in line

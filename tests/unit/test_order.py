@@ -141,16 +141,16 @@ def test_each_epoch_leaves_out_other_rows(groups):
     assert order.dropped_rows == 8
     everything = set(range(order.num_rows))
     dropped = [
-        frozenset(everything - set(epoch_rows(order, epoch).tolist())) for epoch in range(40)
+        frozenset(everything - set(epoch_rows(order, epoch).tolist())) for epoch in range(20)
     ]
     assert all(len(rows) == 8 for rows in dropped)
-    assert len(set(dropped)) >= 6
+    assert len(set(dropped)) >= 5
     assert not frozenset.intersection(*dropped)
 
 
 def test_no_row_is_left_out_for_good_nor_much_more_often_than_others():
     order = make_order([7] * 20, 4, 3, seed=1)
-    epochs = 300
+    epochs = 200
     times = np.full(order.num_rows, epochs)
     for epoch in range(epochs):
         layout = order.layout(epoch)

@@ -128,7 +128,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(files, v, b, seed=draw(st.integers(0, 99)), window_groups=draw(st.integers(1, 5)))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), st.data())
 def test_any_history_of_worlds_trains_the_global_order_once(world, data):
     spe = world.order.steps_per_epoch

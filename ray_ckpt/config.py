@@ -104,15 +104,17 @@ class ElasticConfig:
     """Time between looks for more (or fewer) resources while training runs, seconds."""
     start_timeout_s: float = 20.0
     """Longest wait for a worker group to start before another size is tried, seconds."""
+    node_loss_wait_s: float = 60.0
+    """Longest wait for the cluster to notice that a node is dead, after workers failed, seconds."""
     max_fruitless_attempts: int = 3
     """Attempts in a row that may end before a new step; then the run stops and says why."""
 
     def __post_init__(self) -> None:
-        if self.cpus_per_worker <= 0 or self.resize_check_s <= 0 or self.start_timeout_s <= 0:
-            raise ConfigError(
-                "--elastic.cpus-per-worker, --elastic.resize-check-s and --elastic.start-timeout-s must be "
-                "more than 0"
-            )
+        for name in ("cpus_per_worker", "resize_check_s", "start_timeout_s", "node_loss_wait_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"--elastic.{_flag(name)} {getattr(self, name)}: must be more than 0"
+                )
         _at_least(1, "--elastic.max-fruitless-attempts", self.max_fruitless_attempts)
 
 

@@ -7,6 +7,7 @@ when it does not.
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,28 @@ def session_dir() -> Path | None:
     return None if logs is None else logs.parent
 
 
-def _controller_callback() -> type:
-    """Base class of callbacks of Ray Train's controller; without it nothing is called."""
+def _callback(name: str) -> type:
+    """A base class of Ray Train's controller callbacks; without it nothing is called."""
+    place = "ray.train.v2._internal.execution.callback"
     try:
-        from ray.train.v2._internal.execution.callback import ControllerCallback
-
-        return ControllerCallback
-    except ImportError as error:
+        return getattr(import_module(place), name)
+    except (ImportError, AttributeError) as error:
         from ray.train import UserCallback
 
-        _missing("ray.train.v2._internal.execution.callback.ControllerCallback", error)
+        _missing(f"{place}.{name}", error)
         return UserCallback
+
+
+def refresh_reservations() -> None:
+    """Makes Ray Train's next look at the cluster a fresh one; its own view is up to 20 s old."""
+    import ray
+
+    try:
+        name = "AutoscalingCoordinator"
+        actor = ray.get_actor(name, namespace=name)
+        ray.get(actor.get_reserved_resources.remote("ray_ckpt", recompute=True), timeout=10)
+    except (ValueError, AttributeError, TypeError, ray.exceptions.RayError) as error:
+        _missing("AutoscalingCoordinator.get_reserved_resources(recompute=True)", error)
 
 
 def _missing(name: str, error: Exception) -> None:
@@ -58,4 +70,5 @@ def _missing(name: str, error: Exception) -> None:
     )
 
 
-ControllerCallback: Any = _controller_callback()
+ControllerCallback: Any = _callback("ControllerCallback")
+WorkerGroupCallback: Any = _callback("WorkerGroupCallback")

@@ -114,7 +114,11 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts, workers: tuple[
             storage_path=config.storage,
             # Ray's budget counts every failure of weeks; ours counts attempts that got nowhere.
             failure_config=FailureConfig(max_failures=-1),
-            callbacks=make_callbacks(config.run, config.saving.timeout_s),
+            callbacks=make_callbacks(
+                config.run,
+                save_timeout_s=config.saving.timeout_s,
+                node_loss_wait_s=elastic.node_loss_wait_s,
+            ),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )

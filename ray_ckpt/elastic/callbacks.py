@@ -1,7 +1,8 @@
 """What the Ray Train controller tells the tracker: why an attempt ended, and that a resize is near.
 
-Two callbacks, because Ray tells worker errors to a ``UserCallback`` and decisions to a
-``ControllerCallback`` (developer API, read in Ray 2.60). They share one object in the controller process.
+Three callbacks, because Ray tells worker errors to a ``UserCallback``, the workers themselves to a
+``WorkerGroupCallback`` and decisions to a ``ControllerCallback`` (developer API, read in Ray 2.60). They share
+one object in the controller's process.
 """
 
 from __future__ import annotations
@@ -10,87 +11,102 @@ import logging
 import time
 from typing import Any
 
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.train import UserCallback
 
-from ray_ckpt.errors import RayCkptError, StaleGenerationError
-from ray_ckpt.ray_private import ControllerCallback
+from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
+from ray_ckpt.errors import RayCkptError
+from ray_ckpt.ray_private import ControllerCallback, WorkerGroupCallback, refresh_reservations
 from ray_ckpt.tracker.client import RayTracker
 
 logger = logging.getLogger(__name__)
 
 
-class _Ending:
-    """Why the present attempt is ending, as far as the controller has been told."""
+class _Group:
+    """The present worker group, as far as the controller has been told.
 
-    def __init__(self, run: str) -> None:
-        self.run = run
-        self.kind, self.cause, self.fatal = "", "", ""
+    Args:
+        run: name of the run.
+        node_loss_wait_s: longest wait for a dead node to be noticed, seconds.
+    """
 
-    def note(self, errors: dict[int, Exception]) -> None:
-        """Takes the errors of workers; a dead node explains the errors of its peers."""
-        kind, cause = classify(errors)
-        if not self.kind or (kind == "node_loss" and self.kind != "node_loss"):
-            self.kind, self.cause = kind, cause
-        self.fatal = self.fatal or hopeless(errors)
+    def __init__(self, run: str, node_loss_wait_s: float) -> None:
+        self.run, self._wait_s = run, node_loss_wait_s
+        self.workers: list[Any] = []
+        self.errors: dict[int, Exception] = {}
 
-    def take(self) -> tuple[str, str]:
-        """Kind and cause; forgotten afterwards."""
-        taken = (
-            self.kind or "worker_error",
-            self.cause or "the worker group did not start or failed",
-        )
-        self.kind, self.cause = "", ""
-        return taken
+    def cause(self) -> Cause:
+        """Why the group failed.
+
+        Also waits until the cluster knows of a dead node. Without that, Ray asks for a group of the
+        old size, on nodes that are gone, and waits for it in vain.
+        """
+        errors = dict(self.errors)
+        try:
+            errors = {**errors, **ask_again(self.workers, self._wait_s)}
+            nodes = dead_nodes(self.workers)
+            if nodes:
+                refresh_reservations()
+        except RayError as error:
+            logger.warning("the failed workers could not be looked at: %s", error)
+            nodes = {}
+        return find_cause(errors, nodes)
+
+    def forget(self) -> None:
+        """The group is gone."""
+        self.workers, self.errors = [], {}
+
+
+class GroupWatch(WorkerGroupCallback):
+    """Remembers who the workers are."""
+
+    def __init__(self, group: _Group) -> None:
+        self._group = group
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        self._group.workers, self._group.errors = list(worker_group.get_workers()), {}
 
 
 class WorkerErrors(UserCallback):
     """Listens to the errors of workers."""
 
-    def __init__(self, ending: _Ending) -> None:
-        self._ending = ending
+    def __init__(self, group: _Group) -> None:
+        self._group = group
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        self._ending.note(worker_exceptions)
+        self._group.errors.update(worker_exceptions)
 
 
 class ControllerDecisions(ControllerCallback):
     """Journals the end of attempts; saves before a resize; stops a run that cannot get on.
 
     Args:
-        ending: shared with :class:`WorkerErrors`.
+        group: shared with the other two.
         save_timeout_s: longest wait for the save before a resize, seconds.
     """
 
-    def __init__(self, ending: _Ending, save_timeout_s: float) -> None:
-        self._ending, self._save_timeout_s = ending, save_timeout_s
-        self._running = False
-
-    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        name = type(current_state).__name__
-        # On its way to a resize, or with a drained node, the group still runs.
-        still = name in ("ResizingState", "SchedulingState", "PreemptingState") and self._running
-        self._running = name == "RunningState" or still
+    def __init__(self, group: _Group, save_timeout_s: float) -> None:
+        self._group, self._save_timeout_s = group, save_timeout_s
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-        started, self._running = self._running, False
-        fatal, self._ending.fatal = self._ending.fatal, ""
-        kind, cause = self._ending.take()
-        if not started:
+        if not self._group.workers:
             # The group never came up: no attempt of ours began, so none ended.
-            logger.warning("a worker group did not start: %s", cause)
+            logger.warning("a worker group did not start; Ray tries again")
             return
-        verdict = RayTracker(self._ending.run).call("interruption", kind=kind, cause=cause)
-        if fatal or not verdict.go_on:
+        cause = self._group.cause()
+        self._group.forget()
+        verdict = RayTracker(self._group.run).call(
+            "interruption", kind=cause.kind, cause=cause.text
+        )
+        if cause.hopeless or not verdict.go_on:
             # An error in a callback is one that the controller does not retry.
-            raise RuntimeError(f"the run stops: {fatal or verdict.reason}")
+            raise RuntimeError(f"the run stops: {cause.hopeless or verdict.reason}")
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        if not self._running:
+        if not self._group.workers:
             return  # the group is already down: this decision only starts the next one
-        self._running = False
         workers = resize_decision.num_workers
-        tracker = RayTracker(self._ending.run)
+        tracker = RayTracker(self._group.run)
         try:
             self._save_first(tracker, workers)
             tracker.call(
@@ -99,6 +115,7 @@ class ControllerDecisions(ControllerCallback):
         except (RayCkptError, RayError) as error:
             # The resize happens anyway; what was not saved is done again.
             logger.warning("no save before the resize to %d workers: %s", workers, error)
+        self._group.forget()
 
     def _save_first(self, tracker: RayTracker, workers: int) -> None:
         before = tracker.call("status")["commits"]
@@ -113,68 +130,7 @@ class ControllerDecisions(ControllerCallback):
         )
 
 
-def make_callbacks(run: str, save_timeout_s: float) -> list[Any]:
+def make_callbacks(run: str, *, save_timeout_s: float, node_loss_wait_s: float) -> list[Any]:
     """The callbacks of a run, for ``RunConfig(callbacks=...)``."""
-    ending = _Ending(run)
-    return [WorkerErrors(ending), ControllerDecisions(ending, save_timeout_s)]
-
-
-def classify(errors: dict[int, Exception]) -> tuple[str, str]:
-    """Kind and cause of an interruption, from the errors of workers by rank.
-
-    When one worker dies its peers fail too, with broken connections: the error that explains most is taken.
-    """
-    for rank, error in sorted(errors.items()):
-        root = _root(error)
-        if isinstance(root, RayActorError) and ("node" in str(root).lower() and _node_died(root)):
-            return "node_loss", f"the node of rank {rank} died"
-    for rank, error in sorted(errors.items()):
-        root = _root(error)
-        if isinstance(root, RayActorError):
-            return "worker_error", f"the process of rank {rank} died ({_short(root)})"
-    for rank, error in sorted(errors.items(), key=lambda item: _is_echo(_root(item[1]))):
-        root = _root(error)
-        return "worker_error", f"rank {rank}: {type(root).__name__}: {_short(root)}"
-    return "worker_error", "unknown"
-
-
-def hopeless(errors: dict[int, Exception]) -> str:
-    """Why another attempt would fail in the same way; empty when it may not."""
-    for error in errors.values():
-        root = _root(error)
-        if isinstance(root, RayCkptError) and not isinstance(root, StaleGenerationError):
-            return str(root)
-    return ""
-
-
-def _root(error: BaseException) -> BaseException:
-    """The error in the training function, below the wrappers of Ray."""
-    seen = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        inner = (
-            getattr(error, "health_check_failure", None)
-            or getattr(error, "_base_exc", None)
-            or getattr(error, "cause", None)
-        )
-        if not isinstance(inner, BaseException):
-            break
-        error = inner
-    return error
-
-
-def _node_died(error: RayActorError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, ActorDiedError) and any(
-        words in text for words in ("node has died", "node died", "its node", "node was terminated")
-    )
-
-
-def _is_echo(error: BaseException) -> bool:
-    """Whether an error only says that a peer is gone."""
-    text = str(error)
-    return any(word in text for word in ("Connection", "gloo", "NCCL", "Broken pipe"))
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    group = _Group(run, node_loss_wait_s)
+    return [GroupWatch(group), WorkerErrors(group), ControllerDecisions(group, save_timeout_s)]

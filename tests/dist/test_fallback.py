@@ -70,7 +70,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(
     assert run_world(train, 2, config)[0]["started"] == 12
 
 
-def test_a_run_whose_checkpoints_are_all_bad_never_starts_from_zero(good: Path, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_bad_never_starts_from_zero(
+    good: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(good, folder)
     config = make_config(folder)

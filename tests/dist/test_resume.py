@@ -88,7 +88,9 @@ def test_state_survives_resharding_between_fsdp_and_ddp(folder: Path) -> None:
     saved = run_world(train, 2, config, 3)[0]["at_end"]
     route = [("ddp", 1, 6), ("fsdp", 3, 9), ("ddp", 2, 12), ("fsdp", 2, 15)]
     for parallel, world, stop in route:
-        found = run_world(train, world, make_config(folder, run="reshard", parallel=parallel, steps=20), stop)
+        found = run_world(
+            train, world, make_config(folder, run="reshard", parallel=parallel, steps=20), stop
+        )
         assert found[0]["started"] == stop - 3
         assert found[0]["at_start"] == saved
         saved = found[0]["at_end"]

@@ -58,7 +58,9 @@ def test_every_file_of_a_commit_is_in_its_manifest(folder: Path, overlap: bool) 
     run_world(train, 2, config, None, False, None, overlap)
     entries = usable(list_checkpoints(config.run_dir))
     steps = [entry.step for entry in entries]
-    if overlap:  # a save that comes too soon waits for the one in flight; the last is never left out
+    if (
+        overlap
+    ):  # a save that comes too soon waits for the one in flight; the last is never left out
         waited = [s for s, line in history(config).items() if line["save_waits"]]
         assert steps[0] == 12
         assert waited
@@ -96,13 +98,13 @@ def test_a_full_disk_on_one_rank_is_a_failed_save_and_no_more(folder: Path, bad_
     assert all("No space left" in event["error"] for event in failed)
     assert list(history(config)) == list(range(1, 13))
     entries = list_checkpoints(config.run_dir)
-    assert [e.step for e in usable(entries)][0] == 12
+    assert usable(entries)[0].step == 12
     assert len(entries) == len(usable(entries)), "a failed save left a folder behind"
     assert 3 in [e.step for e in entries], "an earlier checkpoint was touched"
 
 
 def _save_often(rank: int, world: int, config: Any) -> list[int]:
-    session, state, model = open_session(rank, config)
+    session, state, _ = open_session(rank, config)
     session.restore(state)
     process, sizes = psutil.Process(), []
     for step in range(1, 31):

@@ -49,7 +49,9 @@ def run_world(
         results, errors = [], []
         for rank in range(world_size):
             path = Path(folder) / f"result-{rank}"
-            kind, value = pickle.loads(path.read_bytes()) if path.exists() else ("gone", "no result")
+            kind, value = (
+                pickle.loads(path.read_bytes()) if path.exists() else ("gone", "no result")
+            )
             results.append(value)
             if kind != "ok":
                 errors.append(f"rank {rank} ({kind}): {value}")

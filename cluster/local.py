@@ -8,6 +8,7 @@
     python cluster/local.py add
     python cluster/local.py status
     python cluster/local.py down
+    python cluster/local.py demo                      # the whole story by itself, in two to three minutes
 
 Each node is a `ray start` of its own: raylet, agents, workers, logs, object store, an address (one
 of 127.0.0.0/8), a label `ray_ckpt.io/node=<name>`, and a folder that stands for the machine's local
@@ -38,6 +39,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: make the package around this file importable
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from cluster import _demo
 from cluster._cluster import LocalCluster
 from cluster._head import NodeStatus
 from cluster._launch import Settings, free_port
@@ -237,11 +239,22 @@ def _down(options: argparse.Namespace) -> None:
         print(f"cluster {name} is down; nothing is left of it")
 
 
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--storage", default="~/ray_ckpt/demo-runs", metavar="FOLDER", help="folder for its run")
+    add("--steps", type=int, default=500, metavar="N", help="optimizer steps of its run")
+    add("more", nargs="*", metavar="OPTION", help="options for jobs/pretrain.py, behind --")
+
+
+def _run_demo(options: argparse.Namespace) -> None:
+    storage = Path(options.storage).expanduser().absolute()
+    _demo.tell(storage, options.steps, options.more)
+
+
 def _no_options(parser: argparse.ArgumentParser) -> None:
     del parser
 
 
-# A subcommand that lives in a module of its own, such as a demo, takes one line here.
 _COMMANDS: dict[str, Command] = {
     "up": Command("start a cluster", _up_options, _up),
     "add": Command("add a node", _add_options, _add),
@@ -249,6 +262,7 @@ _COMMANDS: dict[str, Command] = {
     "drain": Command("announce the loss of a node", _drain_options, _drain),
     "status": Command("show the nodes", _status_options, _status),
     "env": Command("print the variables of a client, for eval", _no_options, _env),
+    "demo": Command("the story of a run that loses a node", _demo_options, _run_demo),
     "down": Command("end a cluster and delete all its files", _down_options, _down),
 }
 

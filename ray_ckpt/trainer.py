@@ -5,6 +5,7 @@ Everything that can be refused is refused before a worker starts, and before any
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, usable
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
-from ray_ckpt.data.index import DataIndex, load_index
+from ray_ckpt.data.index import load_index
 from ray_ckpt.errors import ConfigError, RayCkptError, StorageError
 from ray_ckpt.local_ray import cluster
 from ray_ckpt.session import global_order
@@ -58,30 +59,51 @@ def run(
     Raises:
         RayCkptError: a mistake in the options (``ConfigError``), or a run that could not go on.
     """
-    if _complete(config):
-        return 0
-    low, high = config.worker_range
-    with cluster(int(high * config.elastic.cpus_per_worker + 0.999)) as context:
-        if prepare is not None and _is_empty(config.data):
+    unprepared = prepare is not None and _is_empty(config.data)
+    if not unprepared:
+        facts = _check(config, identity or {})  # before a cluster is started for nothing
+        if _complete(config):
+            return 0
+    num_cpus = math.ceil(config.worker_range[1] * config.elastic.cpus_per_worker)
+    with cluster(num_cpus) as context:
+        if prepare is not None and unprepared:
             prepare(config)
-        index = load_index(config.data)
-        _check_data(config, index)
-        names = _identity(config, index, identity or {})
-        check_identity(config.run_dir, names)
-        _probe(config)
-        print(_opening(config, index, context), flush=True)
-        facts = RunFacts(
-            run=config.run,
-            run_dir=str(config.run_dir),
-            config_fingerprint=fingerprint(names),
-            data_fingerprint=index.fingerprint,
-            parallel=config.parallel,
-            versions=versions(),
+            facts = _check(config, identity or {})
+        print(_opening(config, context), flush=True)
+        return _fit(config, train, facts)
+
+
+def _check(config: Config, identity: Mapping[str, Any]) -> RunFacts:
+    """Refuses what cannot work; the first start of a run writes down what must stay the same."""
+    index = load_index(config.data)
+    if index.seq_len != config.seq_len:
+        raise ConfigError(
+            f"--seq-len {config.seq_len}: the rows in {config.data} have {index.seq_len} tokens. Use "
+            f"--seq-len {index.seq_len}, or prepare the data again with jobs/prepare.py."
         )
-        return _fit(config, train, facts, (low, high))
+    global_order(config)  # refuses data that is less than a global batch
+    names = {
+        "--global-batch": config.global_batch,
+        "--micro-batch": config.micro_batch,
+        "--seq-len": config.seq_len,
+        "--seed": config.seed,
+        "--reading.window-groups": config.reading.window_groups,
+        "--data (fingerprint of its content)": index.fingerprint,
+        **identity,
+    }
+    check_identity(config.run_dir, names)
+    _probe(config)
+    return RunFacts(
+        run=config.run,
+        run_dir=str(config.run_dir),
+        config_fingerprint=fingerprint(names),
+        data_fingerprint=index.fingerprint,
+        parallel=config.parallel,
+        versions=versions(),
+    )
 
 
-def _fit(config: C, train: Callable[[C], None], facts: RunFacts, workers: tuple[int, int]) -> int:
+def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -90,7 +112,7 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts, workers: tuple[
     from ray_ckpt.tracker.actor import start_tracker
     from ray_ckpt.view.narrator import Narrator
 
-    elastic = config.elastic
+    elastic, workers = config.elastic, config.worker_range
     # The controller reads these from its environment; Ray hands them on from the driver's.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(elastic.start_timeout_s))
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
@@ -157,8 +179,6 @@ def versions() -> dict[str, str]:
 
 def _complete(config: Config) -> bool:
     """Whether the run reached its last step before; says so."""
-    if not config.run_dir.exists():
-        return False
     newest = next(iter(usable(list_checkpoints(config.run_dir))), None)
     if newest is None or newest.step < config.steps:
         return False
@@ -175,27 +195,6 @@ def _complete(config: Config) -> bool:
 def _is_empty(folder: str) -> bool:
     path = Path(folder)
     return not path.is_dir() or not any(path.iterdir())
-
-
-def _check_data(config: Config, index: DataIndex) -> None:
-    if index.seq_len != config.seq_len:
-        raise ConfigError(
-            f"--seq-len {config.seq_len}: the rows in {config.data} have {index.seq_len} tokens. Use "
-            f"--seq-len {index.seq_len}, or prepare the data again with jobs/prepare.py."
-        )
-    global_order(config)  # refuses data that is less than a global batch
-
-
-def _identity(config: Config, index: DataIndex, more: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "--global-batch": config.global_batch,
-        "--micro-batch": config.micro_batch,
-        "--seq-len": config.seq_len,
-        "--seed": config.seed,
-        "--reading.window-groups": config.reading.window_groups,
-        "--data (fingerprint of its content)": index.fingerprint,
-        **more,
-    }
 
 
 def _probe(config: Config) -> None:
@@ -218,8 +217,8 @@ def _probe(config: Config) -> None:
         print(problem, flush=True)
 
 
-def _opening(config: Config, index: DataIndex, context: Any) -> str:
-    order = global_order(config)
+def _opening(config: Config, context: Any) -> str:
+    index, order = load_index(config.data), global_order(config)
     url = getattr(context, "dashboard_url", None)
     lines = [
         f"run {config.run!r}: {config.steps} steps of {config.global_batch} samples, {config.workers} workers, "

@@ -41,6 +41,11 @@ def check_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:
         text = path.read_text()
     except FileNotFoundError:
         text = None
+    except NotADirectoryError as error:
+        raise StorageError(
+            f"{run_dir} cannot be written ({error.strerror}). --storage must be a folder, with no file in "
+            "its way."
+        ) from error
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error.strerror})") from error
     if text is None:

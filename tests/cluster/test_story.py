@@ -1,0 +1,99 @@
+"""A node dies, another one joins: same batch, same order, every sample once."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import make_data
+
+from cluster.local import LocalCluster
+from ray_ckpt.config import Config
+from ray_ckpt.data.feed import MicroBatch
+from ray_ckpt.elastic.control import digest_samples
+from ray_ckpt.session import global_order
+from ray_ckpt.view.summary import surviving_steps
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, BATCH = 500, 16
+
+
+def expected_digests(data: Path) -> list[str]:
+    """What an uninterrupted run trains on: from the order alone, without any run."""
+    config = Config(data=str(data), global_batch=BATCH, micro_batch=2, seq_len=33)
+    order = global_order(config)
+    digests = []
+    for step in range(STEPS):
+        rows = order.rows_at(np.arange(BATCH * step, BATCH * (step + 1))).reshape(-1, 2)
+        micros = [
+            MicroBatch(index=j, tokens=np.empty((0, 0), np.int64), rows=r, positions=r)
+            for j, r in enumerate(rows)
+        ]
+        digests.append(f"{digest_samples(micros):016x}")
+    return digests
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def test_three_then_two_then_three_workers(tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "data", tmp_path / "runs" / "story"
+    make_data(data, [64] * 60, seq_len=33, vocab=257)
+    with LocalCluster(3, 1) as cluster:
+        job = cluster.submit(
+            [
+                *(sys.executable, "jobs/pretrain.py", "--run", "story", "--workers", "1:3"),
+                *("--storage", str(run_dir.parent), "--data", str(data), "--steps", str(STEPS)),
+                *("--global-batch", str(BATCH), "--micro-batch", "2", "--seq-len", "33"),
+                *("--policy.interval-steps", "20", "--elastic.resize-check-s", "5"),
+            ],
+            working_dir=ROOT,
+        )
+
+        def wait(what: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline:
+                rows = read(run_dir / "steps.jsonl")
+                if rows and holds(rows[-1]):
+                    return rows[-1]
+                assert cluster.job_status(job) in ("PENDING", "RUNNING"), cluster.job_logs(job)[
+                    -4000:
+                ]
+                time.sleep(0.3)
+            raise AssertionError(f"no {what}\n{cluster.job_logs(job)[-4000:]}")
+
+        wait("start with 3", lambda row: row["world_size"] == 3 and row["step"] >= 25)
+        killed = time.monotonic()
+        cluster.kill("node1")
+        wait("step with 2", lambda row: row["world_size"] == 2)
+        print(f"from the kill of a node to the next step: {time.monotonic() - killed:.1f} s")
+        cluster.add(node="node1")
+        wait("step with 3 again", lambda row: row["world_size"] == 3 and row["generation"] == 3)
+        assert cluster.wait_job(job, 180) == "SUCCEEDED", cluster.job_logs(job)[-4000:]
+
+    rows = surviving_steps(run_dir)
+    assert list(rows) == list(range(1, STEPS + 1))
+    worlds = [row["world_size"] for row in read(run_dir / "steps.jsonl")]
+    changes = [w for i, w in enumerate(worlds) if i == 0 or worlds[i - 1] != w]
+    assert changes == [3, 2, 3]
+    assert [row["sample_digest"] for row in rows.values()] == expected_digests(data)
+    assert [row["sample_offset"] for row in rows.values()] == [BATCH * step for step in rows]
+    assert {row["tokens"] for row in rows.values()} == {BATCH * 32}
+    events = read(run_dir / "journal.jsonl")
+    ends = [event for event in events if event["event"] == "interruption"]
+    assert [end["kind"] for end in ends] == ["node_loss", "resize"]
+    assert "node1" in ends[0]["cause"]
+    assert ends[0]["lost_steps"] <= 21
+    assert ends[1]["lost_steps"] <= 3, (
+        "growing is planned: what it loses is what ran while Ray tore down"
+    )

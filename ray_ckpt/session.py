@@ -413,7 +413,7 @@ def attach(config: Config) -> Session:
     from ray_ckpt.tracker.client import RayTracker
 
     # Every report would be a line in the job's log; the journal has them.
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    logging.getLogger("ray.train.v2._internal.execution.context").setLevel(logging.WARNING)
     context = ray.train.get_context()
     rank = context.get_world_rank()
     nodes: list[Any] = [None] * context.get_world_size()

@@ -229,6 +229,6 @@ def _opening(config: Config, context: Any) -> str:
     ]
     if url:
         lines.append(
-            f"dashboard http://{url} (actor tracker:{config.run}, Logs: ray_ckpt-{config.run}.log)"
+            f"dashboard http://{url} (actor ray_ckpt.tracker:{config.run}, Logs: ray_ckpt-{config.run}.log)"
         )
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from ray_ckpt.view.summary import surviving_steps
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, BATCH = 500, 16
+STEPS, BATCH = 700, 16
 
 
 def expected_digests(data: Path) -> list[str]:
@@ -44,6 +45,47 @@ def expected_digests(data: Path) -> list[str]:
 def read(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+PROBE = """
+import json, urllib.request
+import ray
+from ray.util.state import list_actors, list_logs, list_tasks
+
+ray.init(logging_level="error", log_to_driver=False)
+scrapes = []
+for node in ray.nodes():
+    if node["Alive"]:
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        scrapes.append(urllib.request.urlopen(url, timeout=10).read().decode())
+head = ray.get_runtime_context().get_node_id()
+logs = [name for names in list_logs(node_id=head).values() for name in names]
+print("PROBE" + json.dumps({
+    "actors": [actor.name for actor in list_actors(filters=[("state", "=", "ALIVE")])],
+    "tasks": [task.name for task in list_tasks(limit=5000)],
+    "logs": logs,
+    "metrics": sorted({line.split("{")[0] for text in scrapes for line in text.splitlines()}),
+}))
+"""
+
+
+def look_at_the_dashboard(cluster: LocalCluster) -> None:
+    """What people find without our own page: actor, commit tasks, table in the Logs tab, metrics."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        env=cluster.client_environ(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert "PROBE" in done.stdout, done.stdout + done.stderr
+    found = json.loads(done.stdout.split("PROBE", 1)[1])
+    assert "ray_ckpt.tracker:story" in found["actors"]
+    assert "commit step-00000020" in found["tasks"]
+    assert "ray_ckpt-story.log" in found["logs"]
+    gauges = {"ray_ckpt_step", "ray_ckpt_world_size", "ray_ckpt_last_commit_age_seconds"}
+    assert gauges | {"ray_ckpt_commits_total"} <= set(found["metrics"])
 
 
 def test_three_then_two_then_three_workers(tmp_path: Path) -> None:
@@ -72,7 +114,8 @@ def test_three_then_two_then_three_workers(tmp_path: Path) -> None:
                 time.sleep(0.3)
             raise AssertionError(f"no {what}\n{cluster.job_logs(job)[-4000:]}")
 
-        wait("start with 3", lambda row: row["world_size"] == 3 and row["step"] >= 25)
+        wait("start with 3", lambda row: row["world_size"] == 3 and row["step"] >= 45)
+        look_at_the_dashboard(cluster)
         killed = time.monotonic()
         cluster.kill("node1")
         wait("step with 2", lambda row: row["world_size"] == 2)

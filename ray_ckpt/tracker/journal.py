@@ -1,13 +1,14 @@
 """The journal: what happened to a run, one JSON object a line, appended and never rewritten.
 
-A line counts when it is whole. A process that dies while it writes leaves a torn last line; the next
-one that opens the journal puts a line end behind it, and readers skip what is not an object.
+A line counts when it is whole. A process that dies while it writes, or a disk that is full, leaves a torn
+last line; the next line begins with a line end, and readers skip what is not an object.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,10 @@ JOURNAL_NAME = "journal.jsonl"
 STEPS_NAME = "steps.jsonl"
 
 Event = dict[str, Any]
+
+
+class NotSyncedError(StorageError):
+    """A line is in the file, but the disk did not promise to keep it: it must not be written again."""
 
 
 class JsonLines:
@@ -34,8 +39,7 @@ class JsonLines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
-            if _torn(path):
-                self._file.write(b"\n")
+            self._torn = _torn(path)
         except OSError as error:
             raise StorageError(
                 f"{path} cannot be opened for writing ({error}). The run's folder must be writable: "
@@ -46,21 +50,30 @@ class JsonLines:
         """Writes one object as one line, in one write.
 
         Raises:
+            NotSyncedError: the line is in the file, but may not outlive a power cut.
             StorageError: the line could not be written whole.
         """
         line = (json.dumps(event, allow_nan=True) + "\n").encode()
+        # The next line must not join a torn one. The end goes with it: alone it could fail as well.
+        data = b"\n" + line if self._torn else line
         try:
-            written = self._file.write(line)
-            if written != len(line):
-                # A short write is how a full disk shows itself: the next line must not join it.
-                self._file.write(b"\n")
-                raise OSError(28, "short write, is the disk full?")
-            if self._sync:
-                os.fsync(self._file.fileno())
+            written = self._file.write(data)
         except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be written ({error}). Make room on the storage."
-            ) from error
+            raise self._refused(error) from error
+        if written:
+            self._torn = not data[:written].endswith(b"\n")
+        if written < len(data) - 1:  # a line that lacks only its end is whole
+            raise self._refused("short write, is the disk full?")
+        if self._sync:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise NotSyncedError(
+                    f"{self.path} cannot be written to the disk for good ({error}). Mend the storage."
+                ) from error
+
+    def _refused(self, why: object) -> StorageError:
+        return StorageError(f"{self.path} cannot be written ({why}). Make room on the storage.")
 
     def close(self) -> None:
         """Closes the file."""
@@ -76,6 +89,48 @@ class JsonLines:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class LineQueue:
+    """Lines on their way into a file, in order: what the disk refuses waits for the next try."""
+
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+        self._waiting: deque[Event] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, *events: Event) -> None:
+        """Puts lines at the end.
+
+        Raises:
+            TypeError: one of them is no JSON; none was added.
+        """
+        for event in events:
+            json.dumps(event)  # later it would stand in the way of every line behind it
+        self._waiting.extend(events)
+
+    def flush(self) -> None:
+        """Writes the lines.
+
+        Raises:
+            NotSyncedError: all lines are in the file, but may not outlive a power cut.
+            StorageError: the lines that still wait could not be written.
+        """
+        not_synced = None
+        while self._waiting:
+            try:
+                self._lines.append(self._waiting[0])
+            except NotSyncedError as error:
+                not_synced = error
+            self._waiting.popleft()
+        if not_synced is not None:
+            raise not_synced
+
+    def take_back(self) -> None:
+        """Forgets the last line that was added; it must still wait."""
+        self._waiting.pop()
 
 
 def _torn(path: Path) -> bool:
@@ -106,3 +161,18 @@ def read_lines(path: Path) -> Iterator[Event]:
         return
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error}).") from error
+
+
+def newest_lines(path: Path, count: int) -> tuple[int, list[Event]]:
+    """The newest generation that wrote lines of steps, and the last of its lines, ``count`` at most."""
+    newest, lines = 0, deque[Event](maxlen=count)
+    for line in read_lines(path):
+        if not {"generation", "step", "step_time_s"} <= line.keys():
+            continue
+        generation = int(line["generation"])
+        if generation > newest:
+            newest = generation
+            lines.clear()
+        if generation == newest:
+            lines.append(line)
+    return newest, list(lines)

@@ -39,9 +39,14 @@ class RunMemory:
         stalls_s: the last few stalls, seconds.
         uploads_s: the last few uploads, seconds.
         best_step: highest step ever executed.
-        fruitless: attempts in a row that ended before any new step.
+        fruitless: attempts in a row that won neither a new step nor a checkpoint; those that somebody
+            wanted to end do not count.
         finished_step: last step of a finished run, None while it is not.
-        restored_step: where the newest attempt began.
+        kept_step: where the run stands without the steps counted as lost, as far as the journal tells.
+        committed: folders of the checkpoints that the newest attempt committed.
+        last_group: worker group whose end was told last, empty when it was not named.
+        last_end: how that was, in words.
+        save_requests: number of the newest request for a save, 0 before the first.
     """
 
     generation: int = 0
@@ -62,7 +67,11 @@ class RunMemory:
     best_step: int = 0
     fruitless: int = 0
     finished_step: int | None = None
-    restored_step: int = 0
+    kept_step: int = 0
+    committed: set[str] = field(default_factory=set)
+    last_group: str = ""
+    last_end: str = ""
+    save_requests: int = 0
 
     @property
     def failures(self) -> int:
@@ -84,39 +93,61 @@ class RunMemory:
         time = event.get("time")
         if self.first_time is None and isinstance(time, int | float):
             self.first_time = float(time)
+        generation = event.get("generation")
+        if isinstance(generation, int) and generation > self.generation:
+            # Every line of an attempt proves that its number was given out, should the first be damaged.
+            self.generation = generation
+            self._begin()
         handler = getattr(self, f"_on_{event.get('event')}", None)
         if handler is not None:
             handler(event)
 
-    def _on_attempt_started(self, event: dict[str, Any]) -> None:
-        # Only ever grows, even if the journal's lines were put together in another order.
-        self.generation = max(self.generation, int(event["generation"]))
+    def _begin(self) -> None:
         self.attempt_open = True
         self.finished_step = None
+        self.committed.clear()
+
+    def _on_attempt_started(self, event: dict[str, Any]) -> None:
+        self._begin()
         self.world_size = int(event["world_size"])
 
     def _on_restored(self, event: dict[str, Any]) -> None:
-        self.restored_step = int(event["step"])
+        self.kept_step = int(event["step"])
+        self.lost_steps += int(event.get("lost_steps_more", 0))
 
     def _on_interruption(self, event: dict[str, Any]) -> None:
+        step, lost, kind = int(event["step"]), int(event["lost_steps"]), str(event["kind"])
+        won = step > self.best_step or (self.attempt_open and bool(self.committed))
+        if won:
+            self.fruitless = 0
+        elif kind not in PLANNED:
+            self.fruitless += 1
         self.attempt_open = False
-        self.interruptions[str(event["kind"])] += 1
-        self.lost_steps += int(event["lost_steps"])
+        self.interruptions[kind] += 1
+        self.lost_steps += lost
+        self.kept_step = step - lost
         self.exposure_s = float(event["exposure_s"])
-        step = int(event["step"])
-        planned = event["kind"] in PLANNED
-        self.fruitless = 0 if step > self.best_step or planned else self.fruitless + 1
         self.best_step = max(self.best_step, step)
+        self.last_group = str(event.get("group", ""))
+        self.last_end = f"at step {step}: {event.get('cause')}"
+
+    def _on_save_requested(self, event: dict[str, Any]) -> None:
+        self.save_requests = max(self.save_requests, int(event["number"]))
 
     def _on_commit(self, event: dict[str, Any]) -> None:
+        step = int(event["step"])
         self.commits += 1
         self.failed_in_a_row = 0
-        self.last_commit_step = int(event["step"])
+        self.last_commit_step = step
         self.last_commit_name = str(event["name"])
         self.last_commit_time = float(event["time"])
         self.stalls_s.append(float(event["stall_s"]))
         self.uploads_s.append(float(event["upload_s"]))
         self.exposure_s = float(event["exposure_s"])
+        self.committed.add(self.last_commit_name)
+        if self.attempt_open:
+            # What was saved was executed, even if a power cut took the lines of its steps.
+            self.kept_step = max(self.kept_step, step)
 
     def _on_save_failed(self, event: dict[str, Any]) -> None:
         self.failed_saves += 1
@@ -125,5 +156,5 @@ class RunMemory:
     def _on_finished(self, event: dict[str, Any]) -> None:
         self.attempt_open = False
         self.fruitless = 0
-        self.finished_step = int(event["step"])
+        self.finished_step = self.kept_step = int(event["step"])
         self.exposure_s = float(event["exposure_s"])

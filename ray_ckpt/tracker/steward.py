@@ -13,7 +13,7 @@ from typing import Any
 
 from ray_ckpt.errors import RayCkptError, StaleGenerationError
 from ray_ckpt.tracker.client import TrackerClient
-from ray_ckpt.tracker.core import Attempt, Directive
+from ray_ckpt.tracker.records import Attempt, Directive
 
 logger = logging.getLogger(__name__)
 

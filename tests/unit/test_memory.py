@@ -26,11 +26,12 @@ def event(event: str, **fields: Any) -> st.SearchStrategy[Event]:
 events = st.lists(
     st.one_of(
         event("attempt_started", generation=st.integers(1, 99), world_size=st.integers(1, 64)),
-        event("restored", generation=st.integers(1, 99), step=steps),
+        event("restored", generation=st.integers(1, 99), step=steps, lost_steps_more=steps),
         event("interruption", kind=kinds, step=steps, lost_steps=steps, exposure_s=small),
         event("commit", step=steps, name=st.text(max_size=5), stall_s=small, upload_s=small,
               exposure_s=small),
         event("save_failed", step=steps, name=st.just("x"), error=st.just("y")),
+        event("save_requested", number=st.integers(1, 99), reason=st.just("z")),
         event("finished", step=steps, exposure_s=small),
         event("something of a later version"),
     ),
@@ -87,10 +88,12 @@ def test_counts_are_those_of_the_journal(lines):
     ends = of("interruption")
     assert memory.interruptions.total() == len(ends)
     assert memory.failures == sum(line["kind"] not in PLANNED for line in ends)
-    assert memory.lost_steps == sum(line["lost_steps"] for line in ends)
+    more = sum(line["lost_steps_more"] for line in of("restored"))
+    assert memory.lost_steps == sum(line["lost_steps"] for line in ends) + more
     assert memory.commits == len(of("commit"))
     assert memory.failed_saves == len(of("save_failed"))
     assert memory.failed_in_a_row <= memory.failed_saves
+    assert memory.save_requests == max((line["number"] for line in of("save_requested")), default=0)
     assert memory.last_commit_step == (of("commit")[-1]["step"] if of("commit") else None)
     assert len(memory.stalls_s) == min(RECENT_SAVES, memory.commits)
     assert (memory.stall_s is None) == (memory.upload_s is None) == (memory.commits == 0)
@@ -107,8 +110,8 @@ def test_the_generation_and_the_best_step_only_grow(lines):
         assert memory.generation >= generation
         assert memory.best_step >= best
         generation, best = memory.generation, memory.best_step
-    started_ones = [line["generation"] for line in lines if line["event"] == "attempt_started"]
-    assert memory.generation == max(started_ones, default=0)
+    # Every line that carries a number proves that it was given out.
+    assert memory.generation == max((line.get("generation", 0) for line in lines), default=0)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +143,20 @@ def test_attempts_that_win_no_step_are_counted_in_a_row():
         memory.apply(interrupted(step))
         counts.append(memory.fruitless)
     assert counts == [1, 0, 1, 2, 0, 1]
+
+
+def test_a_planned_end_neither_adds_to_the_count_nor_takes_from_it():
+    memory = RunMemory()
+    for step, kind, count in (
+        (0, "worker_error", 1), (0, "resize", 1), (0, "hang", 2), (3, "drain", 0), (3, "drain", 0),
+    ):  # fmt: skip
+        memory.apply(interrupted(step, kind))
+        assert memory.fruitless == count
+
+
+def test_any_line_of_an_attempt_tells_that_it_began():
+    memory = fold([started(1), {"event": "restored", "generation": 2, "step": 5}])
+    assert (memory.generation, memory.attempt_open, memory.kept_step) == (2, True, 5)
 
 
 def test_measurements_follow_the_last_saves_and_shrug_off_an_odd_one():

@@ -210,7 +210,6 @@ def test_any_history_keeps_generations_checkpoints_and_counts(tmp_path_factory, 
     committed: list[str] = []
     interruptions: list[str] = []
     last_save: dict[str, Any] | None = None
-    exact = True  # whether the steps that were lost can be told
     for _ in range(data.draw(st.integers(5, 40), label="length")):
         action = data.draw(st.sampled_from(ACTIONS))
         generation, is_open = run.generation, run.core.memory.attempt_open
@@ -265,8 +264,6 @@ def test_any_history_keeps_generations_checkpoints_and_counts(tmp_path_factory, 
                     file.write(b'{"time": 1.0, "generation": 99, "event": "attempt_sta')
             before_kill = run.core.memory
             run.open()
-            # Not yet right: test_steps_are_lost_once_when_a_restored_attempt_is_killed_at_once.
-            exact &= not is_open or run.step > run.core.memory.restored_step
             assert without_exposure(run.core.memory) == without_exposure(before_kill)
             assert run.core.memory.exposure_s <= before_kill.exposure_s
         # What the tracker knows is what the journal says, at every instant.
@@ -291,8 +288,8 @@ def test_any_history_keeps_generations_checkpoints_and_counts(tmp_path_factory, 
             (read_manifest(run.dir / "checkpoints" / name).step for name in committed), default=0
         )
         executed = len(list(read_lines(run.dir / STEPS_NAME)))
-        # An attempt after a finished one starts over without an interruption.
-        if exact and not run.journal("finished"):
+        # What a finished run lost is told when it is taken up again.
+        if run.core.memory.finished_step is None:
             assert run.core.memory.lost_steps + kept == executed
     # The story of each event can be told.
     assert all(isinstance(tell(event), str | None) for event in run.told)
@@ -331,9 +328,6 @@ def test_no_call_is_accepted_before_the_first_attempt(run):
         run.core.steps(1, [{"step": 1, "step_time_s": 0.1}])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="before the first attempt generation 0 passes for the present one"
-)
 def test_generation_0_is_nobody(run):
     with pytest.raises(StaleGenerationError):
         run.core.steps(0, [{"step": 1, "step_time_s": 0.1}])
@@ -367,9 +361,6 @@ def test_a_generation_that_cannot_be_put_on_record_is_not_given_out(run, monkeyp
     assert [e["generation"] for e in run.journal("attempt_started")] == [1, 2]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="generations come from the journal alone: without it they start at 1 again"
-)
 def test_a_lost_journal_does_not_give_a_generation_out_twice(two):
     two.core.interruption("node_loss", "x")
     two.begin()
@@ -380,9 +371,6 @@ def test_a_lost_journal_does_not_give_a_generation_out_twice(two):
     assert two.begin().generation == 3
 
 
-@pytest.mark.xfail(
-    strict=True, reason="only attempt_started moves the generation, though every line carries it"
-)
 def test_a_damaged_line_does_not_give_a_generation_out_twice(two):
     path = two.dir / JOURNAL_NAME
     path.write_bytes(path.read_bytes().replace(b'"attempt_started"', b'"attempt_started', 1))
@@ -415,9 +403,6 @@ def test_a_finished_attempt_was_not_lost(two):
     assert two.core.memory.finished_step is None
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the step of the attempt before is taken for an attempt that did nothing"
-)
 @pytest.mark.parametrize("reopened", [False, True])
 def test_steps_are_lost_once_when_an_attempt_ends_before_it_restored(two, reopened):
     two.core.interruption("node_loss", "x")
@@ -428,9 +413,6 @@ def test_steps_are_lost_once_when_an_attempt_ends_before_it_restored(two, reopen
     assert two.core.memory.lost_steps == 5
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a reopened tracker takes the last line of steps.jsonl for the present step"
-)
 def test_steps_are_lost_once_when_a_restored_attempt_is_killed_at_once(two):
     two.core.interruption("node_loss", "x")
     two.begin()
@@ -439,10 +421,6 @@ def test_steps_are_lost_once_when_a_restored_attempt_is_killed_at_once(two):
     assert two.core.memory.lost_steps == 5
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="steps between a rejected checkpoint and the older one are not counted as lost",
-)
 def test_steps_behind_a_rejected_checkpoint_are_lost_too(two):
     two.core.interruption("node_loss", "x")
     attempt = two.core.begin_attempt(2, [])
@@ -481,9 +459,6 @@ def test_the_count_of_fruitless_attempts_survives_a_resubmission(run):
     assert not run.core.interruption("worker_error", "x").go_on
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a planned interruption sets the count of fruitless attempts back to 0"
-)
 def test_resizes_in_between_do_not_hide_that_nothing_is_won(run):
     verdicts = []
     for kind in ("worker_error", "resize", "worker_error", "resize", "worker_error"):
@@ -492,9 +467,6 @@ def test_resizes_in_between_do_not_hide_that_nothing_is_won(run):
     assert verdicts[-1] is False
 
 
-@pytest.mark.xfail(
-    strict=True, reason="only steps above the highest ever count as progress, a new commit does not"
-)
 def test_attempts_that_commit_are_not_fruitless(run):
     run.begin()
     run.train(100)
@@ -504,6 +476,75 @@ def test_attempts_that_commit_are_not_fruitless(run):
         run.train(20)
         run.save()
         assert run.core.interruption("node_loss", "x").go_on
+
+
+def test_the_end_of_a_group_is_counted_once_however_often_it_is_told(two):
+    first = two.core.interruption("node_loss", "x", group="a")
+    before = two.everything()
+    assert two.core.interruption("node_loss", "x", group="a") == first
+    two.open()  # the answer was lost with the actor, and the call comes again
+    assert two.core.interruption("node_loss", "x", group="a") == first
+    assert two.everything() == before
+    assert two.core.memory.interruptions == {"node_loss": 1}
+    assert two.core.memory.lost_steps == 5
+
+
+def test_groups_whose_attempt_never_began_are_failures_too(two):
+    two.core.interruption("worker_error", "x", group="a")
+    verdicts = [two.core.interruption("worker_error", f"crash {g}", group=g) for g in "bcd"]
+    assert [verdict.go_on for verdict in verdicts] == [True, True, False]
+    assert "crash d" in verdicts[-1].reason
+    assert two.core.memory.failures == 4
+    assert two.core.memory.lost_steps == 5  # none but those of the first
+
+
+def test_an_attempt_that_committed_is_not_fruitless_even_when_one_is_enough_to_stop(tmp_path):
+    run = Run(tmp_path / "demo", dataclasses.replace(OPTIONS, max_fruitless=1))
+    run.begin()
+    run.train(100)
+    assert run.core.interruption("node_loss", "x").go_on
+    run.begin()
+    run.train(20)
+    run.save()
+    assert run.core.interruption("node_loss", "x").go_on
+    run.begin()
+    assert not run.core.interruption("node_loss", "x").go_on
+
+
+def test_an_interruption_is_on_record_when_the_checkpoints_cannot_be_listed(two, monkeypatch):
+    def refuse(run_dir: Path) -> None:
+        raise StorageError("cannot list")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "list_checkpoints", refuse)
+        assert two.core.interruption("node_loss", "the storage went with it").go_on
+    [event] = two.journal("interruption")
+    assert event["cause"] == "the storage went with it"
+    two.begin()  # by now storage tells what was kept
+    assert two.core.memory.lost_steps == 5
+    assert two.fold() == two.core.memory
+
+
+def test_a_checkpoint_that_comes_back_gives_its_steps_back(two):
+    two.core.interruption("node_loss", "x")
+    attempt = two.core.begin_attempt(2, [])
+    fault = [Fault("__0_0.distcp", "unreadable: Input/output error")]
+    plan = two.core.reject(attempt.generation, "step-00000020-g1", fault)
+    two.core.restored(attempt.generation, 10, 0.1, plan.name, plan.reason)
+    assert two.core.memory.lost_steps == 15
+    two.step = 10
+    two.train(2)
+    two.core.interruption("node_loss", "y")
+    assert two.begin().plan.name == "step-00000020-g1"
+    assert two.core.memory.lost_steps == 7  # 27 executed, 20 kept
+    assert [e["lost_steps_more"] for e in two.journal("restored")] == [0, 10, -8]
+
+
+def test_steps_after_the_end_was_told_are_lost_too(two):
+    two.core.interruption("resize", "x")  # told before Ray tears the group down
+    two.train(2)
+    two.begin()
+    assert two.core.memory.lost_steps == 7
 
 
 # ---- commits --------------------------------------------------------------------------------------
@@ -585,13 +626,6 @@ def test_the_same_commit_again_changes_nothing(two):
     }
 
 
-COMMITTED_IS_DELETED = (
-    "a commit call for a checkpoint that is committed but not the journal's newest fails on its own "
-    "manifest (another committed_at), and _discard deletes the committed checkpoint"
-)
-
-
-@pytest.mark.xfail(strict=True, reason=COMMITTED_IS_DELETED)
 def test_a_tracker_that_died_between_manifest_and_journal_does_not_delete_the_checkpoint(
     two, monkeypatch
 ):
@@ -614,11 +648,50 @@ def test_a_tracker_that_died_between_manifest_and_journal_does_not_delete_the_ch
     assert [e["step"] for e in two.journal("commit")] == [10, 20, 25]
 
 
-@pytest.mark.xfail(strict=True, reason=COMMITTED_IS_DELETED)
 @pytest.mark.parametrize("error", [None, "reported late"])
 def test_a_late_report_about_an_older_checkpoint_does_not_delete_it(two, error):
     two.core.commit(1, two.written(10, error=error))
     assert two.usable() == ["step-00000020-g1", "step-00000010-g1"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{"])
+def test_a_damaged_checkpoint_is_nobodys_to_delete(two, damage):
+    save = two.written(20)
+    (two.folder(20) / MANIFEST_NAME).write_bytes(damage)
+    assert two.core.commit(1, save) is False
+    assert (two.folder(20) / MANIFEST_NAME).read_bytes() == damage
+    assert (two.folder(20) / "__0_0.distcp").exists()
+
+
+def test_a_folder_that_storage_does_not_tell_about_is_nobodys_to_delete(two, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise StorageError(f"cannot read {path}: Input/output error")
+
+    save = two.written(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest_module, "_read_bytes", refuse)
+        assert two.core.commit(1, save) is False
+    assert two.usable() == ["step-00000020-g1", "step-00000010-g1"]
+
+
+@pytest.mark.parametrize(
+    "entry", [{"path": ".metadata", "bytes": 4, "checksum": "0" * 32, "x": 1}, {}]
+)
+def test_a_report_of_a_save_that_is_not_understood_is_a_failed_save(two, entry):
+    save = two.written(25)
+    assert not two.core.commit(1, {**save, "files": [entry]})
+    assert "cannot be understood" in two.journal("save_failed")[0]["error"]
+    assert not two.folder(25).exists()
+
+
+def test_who_looks_on_cannot_undo_a_commit(two):
+    def refuse(event: dict[str, Any]) -> None:
+        raise UnicodeEncodeError("ascii", "\u20ac", 0, 1, "the terminal cannot show it")
+
+    two.core._on_event = refuse
+    assert two.core.commit(1, two.written(25))
+    assert two.usable()[0] == "step-00000025-g1"
+    assert two.core.memory.last_commit_step == 25
 
 
 # ---- what is offered for a restore ----------------------------------------------------------------
@@ -714,9 +787,6 @@ def test_a_manifest_that_storage_would_not_give_is_skipped_not_condemned(two, mo
     assert two.journal("quarantine") == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a checkpoint that was skipped as unreadable is told as 'None'"
-)
 def test_the_reason_why_nothing_can_be_restored_is_told_for_each(two):
     two.begin()
     fault = [Fault("__0_0.distcp", "unreadable: Input/output error")]
@@ -727,10 +797,6 @@ def test_the_reason_why_nothing_can_be_restored_is_told_for_each(two):
     assert "unreadable" in str(caught.value)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="_plan looks for higher steps only, not for a newer generation of the same step",
-)
 def test_a_damaged_newer_save_of_the_same_step_is_named(two):
     two.core.interruption("node_loss", "x")
     two.begin()
@@ -804,14 +870,12 @@ def test_lines_wait_while_the_disk_is_full_and_come_in_order(two, monkeypatch):
     assert [e["step"] for e in two.journal("commit")] == [10, 20, 30]
     times = [e["time"] for e in two.journal()]
     assert times == sorted(times)
-    steps = [record["step"] for record in read_lines(two.dir / STEPS_NAME)]
-    assert steps == list(range(1, 32))
+    steps = list(read_lines(two.dir / STEPS_NAME))
+    assert [record["step"] for record in steps] == list(range(1, 32))
+    assert {record["generation"] for record in steps} == {1}
     assert two.fold() == two.core.memory
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a line that was written but not synced waits to be written once more"
-)
 def test_a_failed_sync_does_not_put_a_line_down_twice(two, monkeypatch):
     def refuse(handle: int) -> None:
         raise OSError(5, os.strerror(5))
@@ -824,9 +888,19 @@ def test_a_failed_sync_does_not_put_a_line_down_twice(two, monkeypatch):
     assert two.fold() == two.core.memory
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason="a record that is no JSON stays at the head of the queue"
-)
+def test_a_generation_that_the_disk_does_not_promise_to_keep_is_not_given_out(run, monkeypatch):
+    def refuse(handle: int) -> None:
+        raise OSError(5, os.strerror(5))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(StorageError):
+            run.core.begin_attempt(2, [])
+    assert run.fold() == run.core.memory
+    assert run.begin().generation == 2
+    assert [e["generation"] for e in run.journal("attempt_started")] == [1, 2]
+
+
 def test_a_record_that_cannot_be_written_does_not_block_those_after_it(two):
     with pytest.raises(TypeError):
         two.core.steps(1, [{"step": 26, "step_time_s": 0.5, "loss": object()}])
@@ -895,13 +969,23 @@ def test_one_odd_save_does_not_move_the_interval(run):
     assert "stall C 1 s" in run.train(5).reason
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a new attempt has no step time yet and is told 'nothing measured yet'"
-)
 def test_a_new_attempt_does_not_forget_what_was_measured(two):
     two.train(5)
     two.core.interruption("resize", "x")
     assert "nothing measured" not in two.begin().directive.reason
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_the_pace_of_the_attempt_before_holds_until_a_few_steps_tell_the_new_one(two, reopened):
+    before = two.train(5, step_time_s=0.5)
+    two.core.interruption("resize", "to fewer workers")
+    if reopened:
+        two.open()
+    begun = two.begin(1).directive
+    assert begun.every_steps == pytest.approx(before.every_steps, rel=0.1)
+    now = two.train(3, step_time_s=5.0)
+    assert now.every_steps == pytest.approx(begun.every_steps / 10, rel=0.1)
+    assert two.journal("decision")[-1]["every_steps"] == now.every_steps
 
 
 def test_requests_for_a_save_reach_the_workers(two):
@@ -911,9 +995,6 @@ def test_requests_for_a_save_reach_the_workers(two):
     assert two.journal("save_requested")[-1]["reason"] == "a drain is coming"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the number of requests starts at 0 again with a restarted tracker"
-)
 def test_the_number_of_a_request_grows_over_a_restart_of_the_tracker(two):
     number = two.core.request_save("one")
     two.open()

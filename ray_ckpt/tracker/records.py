@@ -1,0 +1,108 @@
+"""What the tracker is told when it starts, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ray_ckpt.checkpoint.manifest import Manifest
+from ray_ckpt.policy.decision import IntervalLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What every manifest of a run repeats.
+
+    Attributes:
+        run: name of the run.
+        run_dir: its folder.
+        config_fingerprint: of the options that decide the course of training.
+        data_fingerprint: of the data.
+        parallel: "ddp" or "fsdp".
+        versions: of the libraries.
+    """
+
+    run: str
+    run_dir: str
+    config_fingerprint: str
+    data_fingerprint: str
+    parallel: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerOptions:
+    """How the tracker decides.
+
+    Attributes:
+        limits: bounds of the interval.
+        prior_mtbf_s: mean time between failures before any was seen, seconds.
+        prior_weight: failures that the prior is worth.
+        max_fruitless: attempts in a row without a new step before the run is stopped.
+    """
+
+    limits: IntervalLimits
+    prior_mtbf_s: float
+    prior_weight: float = 1.0
+    max_fruitless: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestorePlan:
+    """The one checkpoint that all ranks of an attempt restore.
+
+    Attributes:
+        name: its folder's name.
+        manifest: its manifest.
+        reason: why this one, in words.
+    """
+
+    name: str
+    manifest: Manifest
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What a new worker group is told.
+
+    Attributes:
+        generation: of this attempt.
+        plan: what to restore; None starts from the beginning.
+        directive: how often to save.
+    """
+
+    generation: int
+    plan: RestorePlan | None
+    directive: Directive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directive:
+    """What rank 0 goes by until the next one.
+
+    Attributes:
+        every_steps: steps between saves.
+        reason: why.
+        save_request: number of the latest request for a save at the next step; grows.
+        last_commit_step: step of the newest commit, None before the first.
+        failed_in_a_row: failed saves since the last commit.
+    """
+
+    every_steps: int
+    reason: str
+    save_request: int
+    last_commit_step: int | None
+    failed_in_a_row: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether the run goes on after an interruption.
+
+    Attributes:
+        go_on: whether another attempt is worth it.
+        reason: why.
+    """
+
+    go_on: bool
+    reason: str

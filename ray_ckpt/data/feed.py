@@ -73,7 +73,19 @@ def assemble(
         batch = []
         for j in plan.micro_batches:
             while rows[j] < plan.micro_batch:
-                for stream, table in _by_stream(next(source)):
+                block = next(source, None)
+                if block is None:
+                    raise RuntimeError(
+                        f"the feed ended before its last step {stop_step - 1}: step {step} lacks rows for "
+                        f"micro-batch {j}. Data transforms must keep every row."
+                    )
+                for stream, table in _by_stream(block):
+                    if stream not in queues:
+                        raise RuntimeError(
+                            f"the feed is out of order: at step {step} came rows of stream {stream}, this "
+                            f"rank reads the streams {list(queues)}. Data transforms must keep rows, their "
+                            "order and the stream column."
+                        )
                     queues[stream].append(table)
                     rows[stream] += table.num_rows
             piece = _take(queues[j], plan.micro_batch)

@@ -20,10 +20,12 @@ folder comes from every token, but is not computed again on loading.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,12 @@ class DataIndex:
     """Documents read by the preparation; None when unknown."""
     dropped_tokens: int = 0
     """Token ids at the very end that did not fill a row and were left out."""
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """For each file, row groups up to its end: looking a group up costs a binary search."""
+
+    def __post_init__(self) -> None:
+        ends = itertools.accumulate(len(file.row_groups) for file in self.files)
+        object.__setattr__(self, "_ends", tuple(ends))
 
     @property
     def num_rows(self) -> int:
@@ -108,12 +116,26 @@ class DataIndex:
         Raises:
             IndexError: there is no such row group.
         """
-        within = group
-        for file in self.files:
-            if 0 <= within < len(file.row_groups):
-                return str(Path(self.root) / file.path), within
-            within -= len(file.row_groups)
-        raise IndexError(f"row group {group} of {self.root}: not in 0..{group - within - 1}")
+        number, within = self._place(group)
+        return str(Path(self.root) / self.files[number].path), within
+
+    def rows_in(self, group: int) -> int:
+        """Rows of one row group, by its global number.
+
+        Raises:
+            IndexError: there is no such row group.
+        """
+        number, within = self._place(group)
+        return self.files[number].row_groups[within]
+
+    def _place(self, group: int) -> tuple[int, int]:
+        """Number of the file that holds a row group, and of the row group within it."""
+        count = self._ends[-1] if self._ends else 0
+        if not 0 <= group < count:
+            raise IndexError(f"row group {group} of {self.root}: not in 0..{count - 1}")
+        # A file without row groups ends where it begins, and so holds none.
+        number = bisect_right(self._ends, group)
+        return number, group - (self._ends[number] - len(self.files[number].row_groups))
 
 
 def load_index(folder: str | Path) -> DataIndex:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ray_ckpt.data.index import DataError, DataIndex
@@ -42,6 +43,7 @@ def plan_reads(
     They come in the order in which training needs their first row, so that a consumer that takes them
     one after the other holds at most one span per stream. Nothing is made ahead of its use.
     """
+    streams = tuple(streams)
     b, per_epoch = order.micro_batch, order.steps_per_epoch
     queue = [(start_step, j) for j in streams] if start_step < stop_step else []
     row = dict.fromkeys(streams, start_step * b)  # rows of the stream since the run began
@@ -105,7 +107,7 @@ def _read_row_group(index: DataIndex, group: int) -> pa.Table:
             f"{path}: row group {local} cannot be read ({error}). Every row group is needed for the "
             "global order: restore the file, or prepare the data again."
         ) from error
-    expected = int(index.row_group_sizes[group])
+    expected = index.rows_in(group)
     if table.num_rows != expected:
         raise DataError(
             f"{path}: row group {local} has {table.num_rows} rows, the index says {expected}. The file "
@@ -118,13 +120,21 @@ def tokens_to_numpy(column: pa.ChunkedArray, seq_len: int) -> np.ndarray:
     """A column of token lists as int64 [rows, seq_len].
 
     Raises:
-        DataError: a row of another length.
+        DataError: a row of another length, or a null.
     """
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    flat = array.flatten().to_numpy(zero_copy_only=False)
-    if flat.size != len(array) * seq_len:
+    # Row by row: a long row would lend its tokens to the short one behind it, and the total be right.
+    lengths = pc.list_value_length(array)
+    if lengths.null_count or np.any(lengths.to_numpy(zero_copy_only=False) != seq_len):
         raise DataError(
             f"a row does not have {seq_len} tokens: every row must have the same length. Prepare the "
             "data again with the sequence length of the run."
         )
+    tokens = array.flatten()
+    if tokens.null_count:
+        raise DataError(
+            f"a row has null in place of a token ({tokens.null_count} in {len(array)} rows): prepare the "
+            "data again."
+        )
+    flat = tokens.to_numpy(zero_copy_only=False)
     return flat.reshape(len(array), seq_len).astype(np.int64)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -97,8 +99,35 @@ def test_locate_skips_empty_files(tmp_path: Path) -> None:
         ("d.parquet", 0),
     ]
     for group in (5, -1):
-        with pytest.raises(IndexError, match=r"not in 0\.\.4"):
-            index.locate(group)
+        for look in (index.locate, index.rows_in):
+            with pytest.raises(IndexError, match=r"not in 0\.\.4"):
+                look(group)
+
+
+def test_a_row_group_is_found_without_counting_through_all(tmp_path: Path) -> None:
+    class Unread(tuple[DataFile, ...]):
+        """Files that may be picked, not gone through."""
+
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("all files were gone through")
+
+    files = tuple(DataFile(path=f"{n}.parquet", row_groups=(2, 0, 5)) for n in range(100))
+    index = DataIndex(
+        root=str(tmp_path),
+        files=files,
+        column="tokens",
+        seq_len=SEQ_LEN,
+        vocab_size=None,
+        fingerprint="",
+    )
+    object.__setattr__(index, "files", Unread(files))
+    for number in range(100):
+        assert index.locate(3 * number + 2) == (str(tmp_path / f"{number}.parquet"), 2)
+        assert [index.rows_in(3 * number + group) for group in range(3)] == [2, 0, 5]
+    small = dataclasses.replace(index, files=files[:2])
+    again = pickle.loads(pickle.dumps(small))
+    assert again == small
+    assert again.locate(5) == small.locate(5)
 
 
 @pytest.mark.parametrize(

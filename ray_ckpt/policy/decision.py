@@ -26,10 +26,10 @@ class IntervalLimits:
     first_steps: int = 10
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_s <= self.max_s:
+        if not 0 < self.min_s <= self.max_s < math.inf:
             raise ValueError(
-                f"need 0 < policy.min-interval-s <= policy.max-interval-s, got {self.min_s} and "
-                f"{self.max_s}"
+                f"need 0 < policy.min-interval-s <= policy.max-interval-s, both finite, got {self.min_s} "
+                f"and {self.max_s}"
             )
         if self.fixed_steps < 0 or self.first_steps < 1:
             raise ValueError(
@@ -104,12 +104,16 @@ def _young_decision(
     # A save that starts before the last one is durable would only wait for it.
     floor = max(limits.min_s, upload_s)
     wanted = min(max(optimum, floor), limits.max_s)
-    if optimum < floor:
+    if optimum > limits.max_s:
+        notes.append(f"cut to {_seconds(wanted)}, policy.max-interval-s")
+    elif floor > limits.max_s:
+        notes.append(
+            f"held at {_seconds(wanted)} by policy.max-interval-s, though an upload takes {_seconds(upload_s)}"
+        )
+    elif optimum < floor:
         why = "upload time" if upload_s > limits.min_s else "policy.min-interval-s"
         notes.append(f"raised to {_seconds(wanted)}, the {why}")
-    elif optimum > limits.max_s:
-        notes.append(f"cut to {_seconds(wanted)}, policy.max-interval-s")
-    steps = max(1, round(wanted / max(step_s, 1e-9)))
+    steps = _whole_steps(wanted, max(step_s, 1e-9), floor, limits.max_s)
     note = f" ({'; '.join(notes)})" if notes else ""
     reason = (
         f"young: stall C {_seconds(stall_s)}, MTBF M {_seconds(belief.mtbf_s)} at "
@@ -117,6 +121,14 @@ def _young_decision(
         f"sqrt(2 C M) = {_seconds(optimum)}{note} = {steps} steps of {_seconds(step_s)}"
     )
     return Decision(every_steps=steps, interval_s=steps * step_s, formula="young", reason=reason)
+
+
+def _whole_steps(wanted_s: float, step_s: float, least_s: float, most_s: float) -> int:
+    """The number of steps nearest to a time, inside the limits where some number is; at least 1."""
+    # A quotient that should be whole may miss it by the last bit.
+    least = math.ceil(least_s / step_s * (1 - 1e-9))
+    most = math.floor(most_s / step_s * (1 + 1e-9))
+    return max(1, min(max(round(wanted_s / step_s), least), most))
 
 
 def _seconds(value: float) -> str:

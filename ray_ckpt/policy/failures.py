@@ -27,9 +27,10 @@ class FailureBelief:
     exposure_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.prior_mtbf_s <= 0 or self.prior_weight <= 0:
+        # "not more" instead of "less": NaN is neither.
+        if not (self.prior_mtbf_s > 0 and self.prior_weight > 0):
             raise ValueError("policy.prior-mtbf-s and policy.prior-weight must be more than 0")
-        if self.failures < 0 or self.exposure_s < 0:
+        if not (self.failures >= 0 and self.exposure_s >= 0):
             raise ValueError("failures and exposure must not be negative")
 
     @property

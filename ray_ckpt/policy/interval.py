@@ -13,6 +13,8 @@ import math
 def young(stall: float, mtbf: float) -> float:
     """First-order optimum, ``sqrt(2 C M)`` (Young 1974, eq. 8). Valid for C much smaller than M."""
     _check(stall, mtbf)
+    if stall == 0:
+        return 0.0  # also for a job that never fails: 0 * inf is no number
     return math.sqrt(2 * stall * mtbf)
 
 

@@ -10,7 +10,10 @@ from ray_ckpt.view.human import human_bytes, human_duration
 def tell(event: dict[str, Any]) -> str | None:
     """The line for an event; None for events that are not worth one."""
     teller = _TELLERS.get(str(event.get("event")))
-    return None if teller is None else teller(event)
+    if teller is None:
+        return None
+    # A cause may be a whole traceback, and a log with a line an event is read line by line.
+    return " ".join(filter(None, map(str.strip, teller(event).splitlines())))
 
 
 def _attempt(e: dict[str, Any]) -> str:
@@ -20,9 +23,11 @@ def _attempt(e: dict[str, Any]) -> str:
 def _restored(e: dict[str, Any]) -> str:
     if not e["source"]:
         return f"attempt {e['generation']} begins at step 0: {e['reason']}"
+    more = int(e.get("lost_steps_more", 0))
     return (
         f"attempt {e['generation']} resumes at step {e['step']} from {e['source']} "
         f"in {human_duration(e['seconds'])}: {e['reason']}"
+        + (f"; {_steps(more)} more to do again" if more > 0 else "")
     )
 
 

@@ -28,6 +28,12 @@ LINES: list[tuple[dict[str, Any], str]] = [
          "source": "step-00001200-g2", "reason": "newest committed checkpoint"},
         "attempt 3 resumes at step 1200 from step-00001200-g2 in 4.2s: newest committed checkpoint",
     ),
+    (
+        {"event": "restored", "generation": 3, "step": 800, "seconds": 4.2, "source": "step-00000800-g1",
+         "reason": "newer step-00001200-g2 not used: a: checksum differs", "lost_steps_more": 400},
+        "attempt 3 resumes at step 800 from step-00000800-g1 in 4.2s: newer step-00001200-g2 not used: a: "
+        "checksum differs; 400 steps more to do again",
+    ),
     ({"event": "decision", "every_steps": 1, "reason": "fixed: x"}, "save every 1 step: fixed: x"),
     ({"event": "decision", "every_steps": 54, "reason": "young: y"}, "save every 54 steps: young: y"),
     (
@@ -83,7 +89,6 @@ def test_other_events_are_not_worth_a_line(event):
         {"event": "alert", "name": "x", "problem": "a\nb"},
     ],
 )  # fmt: skip
-@pytest.mark.xfail(strict=True, reason="a cause of several lines is told in several lines")
 def test_a_cause_of_several_lines_is_still_one_line(event):
     line = tell(event)
     assert line is not None

@@ -19,7 +19,6 @@ from ray import cloudpickle
 from torch.nn.functional import cross_entropy
 
 import ray_ckpt
-from ray_ckpt.elastic.parallel import accumulate, full_tensor, spread
 from ray_ckpt.options import parse, run_main
 from ray_ckpt.state.schedule import warmup_cosine
 from ray_ckpt.state.train_state import TrainState
@@ -61,24 +60,22 @@ def train(config: PretrainConfig) -> None:
     shape = replace(config.model, vocab_size=session.index.vocab_size or config.model.vocab_size)
     net = Transformer(shape)
     net.init_weights(config.seed)
-    example = torch.zeros(1, config.seq_len - 1, dtype=torch.int64)
-    model = spread(net, config.parallel, device, example)
+    model = session.spread(net, torch.zeros(1, config.seq_len - 1, dtype=torch.int64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
     scheduler = warmup_cosine(optimizer, optim.warmup_steps, config.steps, optim.min_lr_ratio)
     session.restore(TrainState(model=model, optimizer=optimizer, scheduler=scheduler))
     for batch in session.batches():
         lr = float(scheduler.get_last_lr()[0])
         for micro in batch:
-            with accumulate(model, micro.last), torch.autocast(device.type, torch.bfloat16, on_gpu):
+            with torch.autocast(device.type, torch.bfloat16, on_gpu):
                 logits = model(micro.tokens[:, :-1])
-                loss = cross_entropy(logits.flatten(0, 1).float(), micro.tokens[:, 1:].flatten())
-                (loss * micro.scale).backward()  # type: ignore[no-untyped-call]
-            batch.add(micro, loss)
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm))
+            loss = cross_entropy(logits.flatten(0, 1).float(), micro.tokens[:, 1:].flatten())
+            batch.backward(micro, loss)
+        norm = session.clip_grad_norm(optim.max_grad_norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        session.step_end(lr=lr, grad_norm=float(norm))
+        session.step_end(lr=lr, grad_norm=norm)
     session.close()
 
 

@@ -6,17 +6,22 @@ the option as it is written on the command line, the rule, and the way out.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from ray_ckpt.data.plan import check_batch
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy.decision import IntervalLimits
 
 DEFAULT_HOME = "~/ray_ckpt"
+
+FeedKind = Literal["ray", "local"]
+GpuUse = Literal["auto", "yes", "no"]
+Parallel = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +30,7 @@ class ReadingConfig:
 
     window_groups: int = 4
     """Row groups of a stream that are shuffled together; more shuffles better and takes more memory."""
-    feed: Literal["ray", "local"] = "ray"
+    feed: FeedKind = "ray"
     """Who reads: Ray Data ahead of training, or the training process when it needs the next batch."""
     rows_per_task: int = 4096
     """Rows that one read task of Ray Data reads, about."""
@@ -38,6 +43,7 @@ class ReadingConfig:
         for name in ("window_groups", "rows_per_task", "read_tasks"):
             _at_least(1, f"--reading.{_flag(name)}", getattr(self, name))
         _at_least(0, "--reading.prefetch-batches", self.prefetch_batches)
+        _one_of(FeedKind, "--reading.feed", self.feed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +68,8 @@ class PolicyConfig:
             self.limits()
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if self.prior_mtbf_s <= 0 or self.prior_weight <= 0:
-            raise ConfigError("--policy.prior-mtbf-s and --policy.prior-weight must be more than 0")
+        for name in ("prior_mtbf_s", "prior_weight"):
+            _more_than_0(f"--policy.{_flag(name)}", getattr(self, name))
 
     def limits(self) -> IntervalLimits:
         """The bounds of the interval."""
@@ -87,8 +93,7 @@ class SavingConfig:
     """Tell Ray Train of each commit, so that Result.checkpoint and get_checkpoint() know it."""
 
     def __post_init__(self) -> None:
-        if self.timeout_s <= 0:
-            raise ConfigError("--saving.timeout-s must be more than 0 s")
+        _more_than_0("--saving.timeout-s", self.timeout_s, " s")
         _at_least(1, "--saving.final-tries", self.final_tries)
 
 
@@ -98,7 +103,7 @@ class ElasticConfig:
 
     cpus_per_worker: float = 1.0
     """CPUs that each worker reserves."""
-    gpu: Literal["auto", "yes", "no"] = "auto"
+    gpu: GpuUse = "auto"
     """One GPU for each worker; auto uses GPUs when the cluster has any."""
     resize_check_s: float = 20.0
     """Time between looks for more (or fewer) resources while training runs, seconds."""
@@ -111,10 +116,8 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         for name in ("cpus_per_worker", "resize_check_s", "start_timeout_s", "node_loss_wait_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"--elastic.{_flag(name)} {getattr(self, name)}: must be more than 0"
-                )
+            _more_than_0(f"--elastic.{_flag(name)}", getattr(self, name))
+        _one_of(GpuUse, "--elastic.gpu", self.gpu)
         _at_least(1, "--elastic.max-fruitless-attempts", self.max_fruitless_attempts)
 
 
@@ -140,8 +143,10 @@ class Config:
     """Tokens in a row of data."""
     seed: int = 0
     """Decides initial weights, order of samples and random numbers."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
+    parallel: Parallel = "ddp"
     """How the model is spread over workers: whole copies (DDP) or shards (FSDP2)."""
+    exact: bool = False
+    """Sum gradients so that losses and weights are the same bits for any number of workers; slower."""
     log_every: int = 10
     """Steps between progress lines."""
     reading: ReadingConfig = field(default_factory=ReadingConfig)
@@ -158,6 +163,7 @@ class Config:
         _at_least(1, "--steps", self.steps)
         _at_least(2, "--seq-len", self.seq_len)
         _at_least(1, "--log-every", self.log_every)
+        _one_of(Parallel, "--parallel", self.parallel)
         check_batch(self.global_batch, self.micro_batch)
         low, high = self.worker_range
         most = self.global_batch // self.micro_batch
@@ -194,8 +200,13 @@ def absolute_folder(value: str, option: str) -> str:
     folder: its working directory is a temporary copy that is deleted, and a checkpoint in it is lost.
 
     Raises:
-        ConfigError: a relative path in a submitted job, or a URI that is not supported.
+        ConfigError: an empty path, a relative one in a submitted job, or a URI that is not supported.
     """
+    if not value.strip():
+        raise ConfigError(
+            f"{option} {value!r}: an empty path would mean the present folder; write . to mean that one, "
+            "or leave the option out for its default."
+        )
     if "://" in value:
         raise ConfigError(
             f"{option} {value}: only folders are supported so far, not object stores. Mount it, or use a "
@@ -213,8 +224,20 @@ def absolute_folder(value: str, option: str) -> str:
 
 
 def _at_least(least: int, option: str, value: int) -> None:
-    if value < least:
+    if not value >= least:  # so that NaN, which is not less either, is refused
         raise ConfigError(f"{option} {value}: must be at least {least}")
+
+
+def _more_than_0(option: str, value: float, unit: str = "") -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{option} {value}: must be more than 0{unit}, and finite")
+
+
+def _one_of(kind: Any, option: str, value: object) -> None:
+    # The command line knows the choices; a file or a program may bring any word.
+    choices = get_args(kind)
+    if value not in choices:
+        raise ConfigError(f"{option} {value!r}: must be one of {', '.join(choices)}")
 
 
 def _flag(name: str) -> str:

@@ -3,15 +3,15 @@
 ::
 
     session = ray_ckpt.attach(config)
-    state = session.restore(TrainState(model=model, optimizer=optimizer, scheduler=scheduler))
+    model = session.spread(build_model(), example_input)
+    ...
+    session.restore(TrainState(model=model, optimizer=optimizer, scheduler=scheduler))
     for batch in session.batches():
         for micro in batch:
-            with accumulate(model, micro.last):
-                loss = loss_of(model, micro.tokens)
-                (loss * micro.scale).backward()
-            batch.add(micro, loss)
+            batch.backward(micro, loss_of(model, micro.tokens))
+        norm = session.clip_grad_norm(1.0)
         optimizer.step(); scheduler.step(); optimizer.zero_grad()
-        session.step_end(lr=scheduler.get_last_lr()[0])
+        session.step_end(lr=scheduler.get_last_lr()[0], grad_norm=norm)
     session.close()
 
 All ranks call the same methods in the same order. Rank 0 alone talks to the tracker, without waiting for it.
@@ -22,13 +22,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ray_ckpt.batch import Batch, MicroStep
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import load, verify_together, with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
@@ -38,7 +39,7 @@ from ray_ckpt.data.index import load_index
 from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
-from ray_ckpt.elastic.parallel import pads
+from ray_ckpt.elastic.parallel import Reducer, pads, spread
 from ray_ckpt.errors import RayCkptError, RestoreError, StorageError
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.state import rng
@@ -48,44 +49,6 @@ from ray_ckpt.tracker.core import Attempt, RestorePlan
 from ray_ckpt.tracker.steward import Steward
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroStep:
-    """One forward and backward pass of this rank.
-
-    Attributes:
-        tokens: int64 [micro_batch, seq_len], on the session's device.
-        scale: factor of the mean loss before ``backward()``; 0 for a pass that only keeps others company.
-        share: this micro-batch's share of the global mean loss.
-        last: whether it is the rank's last pass of the step.
-        source: where the samples come from.
-    """
-
-    tokens: torch.Tensor
-    scale: float
-    share: float
-    last: bool
-    source: MicroBatch
-
-
-@dataclass(kw_only=True)
-class Batch:
-    """This rank's part of a global batch; iterate over it for the passes to make."""
-
-    passes: list[MicroStep]
-    loss: torch.Tensor
-    micro_batches: list[MicroBatch]
-    num_tokens: int = field(default=0)
-
-    def __iter__(self) -> Iterator[MicroStep]:
-        return iter(self.passes)
-
-    def add(self, micro: MicroStep, loss: torch.Tensor) -> None:
-        """Adds the mean loss of a pass to the loss of the step."""
-        if micro.share:
-            self.loss += loss.detach().double() * micro.share
-            self.num_tokens += micro.tokens.shape[0] * (micro.tokens.shape[1] - 1)
 
 
 class Session:
@@ -123,8 +86,33 @@ class Session:
         self._run_dir = config.run_dir
         self._state: TrainState | None = None
         self._batch: Batch | None = None
+        self._reducer: Reducer | None = None
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
         self._seen = time.monotonic()
+
+    def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
+        """Spreads a model over the workers, as ``--parallel`` and ``--exact`` say.
+
+        Args:
+            model: with the same initial weights on every rank.
+            example: one input of the model.
+
+        Returns:
+            The model to train.
+        """
+        model, self._reducer = spread(
+            model,
+            example,
+            parallel=self.config.parallel,
+            exact=self.config.exact,
+            device=self.device,
+            addends=self.plan.num_micro_batches,
+        )
+        return model
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scales the gradients down to a global norm; returns the norm before."""
+        return self._spread_model().clip_grad_norm(max_norm)
 
     # ---- restore --------------------------------------------------------------------------------
 
@@ -149,6 +137,8 @@ class Session:
                 break
         if plan is None:
             rng.seed_all(self.config.seed, 0, self.plan.micro_batches[0])
+        elif self.config.exact:
+            self._spread_model().exponent = state.progress.grad_exponent
         self._steward = Steward(
             tracker=self._tracker,
             attempt=attempt,
@@ -229,24 +219,33 @@ class Session:
             raise RuntimeError(
                 "step_end() without a batch: call it once for each batch of batches()"
             )
+        if not batch.finished:
+            raise RuntimeError(
+                "step_end() before all passes of the batch: iterate over the batch to its end"
+            )
         self._batch = None
         step = state.progress.step + 1
+        loss, bad_losses = batch.loss
         agreement = agree(
             Vote(
-                loss=float(batch.loss),
+                loss=loss,
+                bad_losses=bad_losses,
                 tokens=batch.num_tokens,
                 busy=self._saver.busy,
                 wants_save=self._steward.wants_save(step),
                 wants_report=self._reporter is not None and self._reporter.waiting,
                 digest=digest_samples(batch.micro_batches),
+                rng_digest=batch.rng_digest,
             ),
             self.device,
+            self.plan.num_micro_batches,
         )
         now = time.monotonic()
         state.progress = Progress(
             step=step,
             samples=state.progress.samples + self.config.global_batch,
             tokens=state.progress.tokens + agreement.tokens,
+            grad_exponent=self._spread_model().exponent,
         )
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
         if agreement.save:
@@ -292,6 +291,13 @@ class Session:
             raise RuntimeError("call restore(state) first, also for a new run")
         return self._state
 
+    def _spread_model(self) -> Reducer:
+        if self._reducer is None:
+            raise RuntimeError(
+                "call spread(model, example) first, and train the model that it returns"
+            )
+        return self._reducer
+
     def _feed(self) -> Feed:
         reading = self.config.reading
         if reading.feed == "local":
@@ -306,21 +312,23 @@ class Session:
         )
 
     def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:
-        v = self.plan.num_micro_batches
         count = self.plan.max_share if pads(self.config.parallel) else len(micro_batches)
         padded = micro_batches + [micro_batches[-1]] * (count - len(micro_batches))
         passes = [
             MicroStep(
                 tokens=torch.from_numpy(micro.tokens).to(self.device, non_blocking=True),
-                scale=self.world_size / v if i < len(micro_batches) else 0.0,
-                share=1 / v if i < len(micro_batches) else 0.0,
+                company=i >= len(micro_batches),
                 last=i == count - 1,
                 source=micro,
             )
             for i, micro in enumerate(padded)
         ]
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        return Batch(passes=passes, loss=loss, micro_batches=micro_batches)
+        return Batch(passes, self._spread_model(), self._before_pass, self.device)
+
+    def _before_pass(self, micro: MicroStep) -> None:
+        # In exact mode dropout must not know who computes a micro-batch, nor how often it was computed.
+        if self.config.exact:
+            rng.seed_all(self.config.seed, self.progress.step, micro.source.index)
 
     def _step_record(
         self, agreement: Agreement, lr: float, grad_norm: float | None, seconds: float
@@ -334,6 +342,7 @@ class Session:
             "grad_norm": grad_norm,
             "sample_offset": progress.samples,
             "sample_digest": agreement.digest,
+            "rng_digest": agreement.rng_digest,
             "tokens": agreement.tokens,
             "world_size": self.world_size,
             "generation": self._steward.generation,

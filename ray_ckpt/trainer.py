@@ -87,6 +87,7 @@ def _check(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         "--micro-batch": config.micro_batch,
         "--seq-len": config.seq_len,
         "--seed": config.seed,
+        "--exact": config.exact,
         "--reading.window-groups": config.reading.window_groups,
         "--data (fingerprint of its content)": index.fingerprint,
         **identity,

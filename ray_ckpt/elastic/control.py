@@ -7,6 +7,7 @@ ever decides by its own clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from ray_ckpt.batch import LOSS_BITS
 from ray_ckpt.data.feed import MicroBatch
 
-_LIMBS = 4  # a 64-bit digest in 16-bit pieces: their sums over 2^36 ranks are exact in float64
-_FIXED = 5
+_LIMBS = 4  # a 64-bit number in 16-bit pieces: their sums over 2^36 ranks are exact in float64
 _MASK = (1 << 64) - 1
 
 
@@ -27,20 +28,24 @@ class Vote:
     """What one rank brings to the end of a step.
 
     Attributes:
-        loss: this rank's part of the global mean loss.
+        loss: sum of the mean losses of its micro-batches, in units of 2^-32.
+        bad_losses: how many of them were not finite.
         tokens: tokens it trained on.
         busy: whether a save is in flight on it.
         wants_save: whether the tracker wants a save here; rank 0 alone says so.
         wants_report: whether a commit waits to be told to Ray Train; rank 0 alone says so.
-        digest: sum of its micro-batch digests, modulo 2^64.
+        digest: sum of its micro-batches' sample digests, modulo 2^64.
+        rng_digest: sum of the digests of its random generator after each micro-batch, modulo 2^64.
     """
 
-    loss: float
+    loss: int
+    bad_losses: int
     tokens: int
     busy: bool
     wants_save: bool
     wants_report: bool
     digest: int
+    rng_digest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +53,13 @@ class Agreement:
     """What all ranks know after the all-reduce.
 
     Attributes:
-        loss: mean loss of the global batch.
+        loss: mean loss of the global batch; the same bits for any number of workers, given the same losses.
         tokens: tokens of the global batch.
         save: save now; somebody wants it and nobody is busy.
         save_waits: a save is wanted and has to wait for the one in flight.
         report: tell Ray Train of the last commit now.
         digest: digest of the global batch's samples in order, 16 hex digits.
+        rng_digest: digest of the random generators after each micro-batch, 16 hex digits.
     """
 
     loss: float
@@ -62,31 +68,36 @@ class Agreement:
     save_waits: bool
     report: bool
     digest: str
+    rng_digest: str
 
 
-def agree(vote: Vote, device: torch.device) -> Agreement:
-    """All-reduces the ranks' votes over the default process group."""
-    limbs = [(vote.digest >> (16 * i)) & 0xFFFF for i in range(_LIMBS)]
-    numbers = [
-        vote.loss,
-        float(vote.tokens),
-        float(vote.busy),
-        float(vote.wants_save),
-        float(vote.wants_report),
-        *map(float, limbs),
-    ]
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
+def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement:
+    """All-reduces the ranks' votes over the default process group.
+
+    Args:
+        vote: of this rank.
+        device: that the process group reduces on.
+        num_micro_batches: V, of the global batch.
+    """
+    small = [vote.bad_losses, vote.tokens, vote.busy, vote.wants_save, vote.wants_report]
+    wide = [vote.loss & _MASK, vote.digest, vote.rng_digest]
+    limbs = [(number >> (16 * i)) & 0xFFFF for number in wide for i in range(_LIMBS)]
+    tensor = torch.tensor(
+        [*map(float, small), *map(float, limbs)], dtype=torch.float64, device=device
+    )
     dist.all_reduce(tensor)
-    loss, tokens, busy, save, report, *sums = tensor.tolist()
-    assert len(numbers) == _FIXED + _LIMBS
-    digest = sum(int(limb) << (16 * i) for i, limb in enumerate(sums)) & _MASK
+    bad, tokens, busy, save, report, *sums = map(int, tensor.tolist())
+    pieces = [sums[i : i + _LIMBS] for i in range(0, len(sums), _LIMBS)]
+    loss, digest, rng_digest = (sum(x << (16 * i) for i, x in enumerate(p)) & _MASK for p in pieces)
+    signed = loss - (1 << 64) if loss >> 63 else loss
     return Agreement(
-        loss=loss,
-        tokens=int(tokens),
+        loss=math.nan if bad else signed / (num_micro_batches << LOSS_BITS),
+        tokens=tokens,
         save=save > 0 and busy == 0,
         save_waits=save > 0 and busy > 0,
         report=report > 0,
         digest=f"{digest:016x}",
+        rng_digest=f"{rng_digest:016x}",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from ray_ckpt.checkpoint.restore import flatten
 from ray_ckpt.state.train_state import TrainState
@@ -15,14 +16,15 @@ def state_digest(state: TrainState) -> dict[str, str]:
     Returns:
         16 hex digits for ``model``, ``optimizer``, ``progress`` and ``scalars``.
     """
-    from ray_ckpt.elastic.parallel import full_tensor
-
     digests: dict[str, str] = {}
     for part, value in state.state_dict().items():
         tensors = {"": value} if isinstance(value, torch.Tensor) else dict(flatten(value))
         digest = xxhash.xxh3_64()
         for name in sorted(tensors):
-            whole = full_tensor(tensors[name].detach()).cpu().contiguous()
+            tensor = tensors[name].detach()
+            whole = (
+                (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
+            )
             digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
             digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
         digests[part] = digest.hexdigest()

@@ -8,7 +8,7 @@ Layout of the state dict (DCP joins the names with dots)::
 
     model.<fqn>                       parameters and persistent buffers
     optimizer.state.<fqn>.exp_avg     optimizer tensors, by parameter name
-    progress.step|samples|tokens      int64 scalars
+    progress.step|samples|tokens|...  int64 scalars
     scalars                           uint8 [n], JSON
 
 Keys are names of parameters, never positions, and DCP stores global tensors: a checkpoint of any world
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -53,11 +53,13 @@ class Progress:
         step: finished optimizer steps.
         samples: the sample offset.
         tokens: tokens that gave a loss.
+        grad_exponent: scale of the next step's gradient sums in exact mode, 0 otherwise.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    grad_exponent: int = 0
 
 
 class TrainState:
@@ -93,15 +95,10 @@ class TrainState:
         )
         scalars: dict[str, Any] = {"optimizer": numbers}
         scalars |= {name: part.state_dict() for name, part in self._parts.items()}
-        progress = self.progress
         return {
             "model": get_model_state_dict(self.model),
             "optimizer": tensors,
-            "progress": {
-                "step": torch.tensor(progress.step),
-                "samples": torch.tensor(progress.samples),
-                "tokens": torch.tensor(progress.tokens),
-            },
+            "progress": {k: torch.tensor(v) for k, v in asdict(self.progress).items()},
             SCALARS: encode_scalars(scalars),
         }
 
@@ -122,11 +119,7 @@ class TrainState:
         self._load_optimizer(state_dict["optimizer"], saved["optimizer"])
         for name, part in self._parts.items():
             part.load_state_dict(_like(part.state_dict(), saved[name]))
-        self.progress = Progress(
-            step=int(state_dict["progress"]["step"]),
-            samples=int(state_dict["progress"]["samples"]),
-            tokens=int(state_dict["progress"]["tokens"]),
-        )
+        self.progress = Progress(**{k: int(v) for k, v in state_dict["progress"].items()})
 
     def _load_optimizer(self, tensors: dict[str, Any], numbers: dict[str, Any]) -> None:
         _, present = _split(get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class _SlowStaging:
             stager.stage = slow
 
 
-def test_a_longer_stall_makes_a_longer_interval_and_the_reason_has_the_numbers(tmp_path: Path) -> None:
+def test_a_longer_stall_makes_a_longer_interval_and_the_reason_has_the_numbers(
+    tmp_path: Path,
+) -> None:
     make_data(tmp_path / "data", [16] * 12)
     policy = PolicyConfig(min_interval_s=0.01, first_save_steps=4, prior_mtbf_s=20.0)
     config = make_config(tmp_path, steps=400, policy=policy)
@@ -48,6 +51,6 @@ def test_a_longer_stall_makes_a_longer_interval_and_the_reason_has_the_numbers(t
     after = max(d["interval_s"] for d, s in zip(young, seconds, strict=True) if s > 0.4)
     assert after > 2 * before
     commits = [event["step"] for event in events(config, "commit")]
-    gaps = [b - a for a, b in zip(commits, commits[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(commits)]
     assert max(gaps) > 2 * min(gaps)
     assert all("sqrt(2 C M)" in d["reason"] and "2 workers" in d["reason"] for d in young)

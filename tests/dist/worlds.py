@@ -133,7 +133,6 @@ def open_session(rank: int, config: Any, *, dropout: float = 0.1, seed: int = 3)
     import torch
     from model import ModelConfig, Transformer
 
-    from ray_ckpt.elastic.parallel import spread
     from ray_ckpt.session import Session
     from ray_ckpt.state.schedule import warmup_cosine
     from ray_ckpt.state.train_state import TrainState
@@ -149,7 +148,7 @@ def open_session(rank: int, config: Any, *, dropout: float = 0.1, seed: int = 3)
     )
     net.init_weights(seed)
     example = torch.zeros(1, config.seq_len - 1, dtype=torch.int64)
-    model = spread(net, config.parallel, device, example)
+    model = session.spread(net, example)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -169,10 +168,8 @@ def train(
     overlap: bool = False,
 ) -> dict[str, Any]:
     """Trains to the end, or leaves abruptly after a step (as a killed worker does)."""
-    import torch
     from torch.nn.functional import cross_entropy
 
-    from ray_ckpt.elastic.parallel import accumulate
     from ray_ckpt.state.digest import state_digest
 
     session, state, model = open_session(rank, config)
@@ -181,12 +178,10 @@ def train(
     at_start = state_digest(state)
     for batch in session.batches():
         for micro in batch:
-            with accumulate(model, micro.last):
-                logits = model(micro.tokens[:, :-1])
-                loss = cross_entropy(logits.flatten(0, 1), micro.tokens[:, 1:].flatten())
-                (loss * micro.scale).backward()
-            batch.add(micro, loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            logits = model(micro.tokens[:, :-1])
+            loss = cross_entropy(logits.flatten(0, 1), micro.tokens[:, 1:].flatten())
+            batch.backward(micro, loss)
+        session.clip_grad_norm(1.0)
         lr = session._state.optimizer.param_groups[0]["lr"]
         state.optimizer.step()
         state._parts["scheduler"].step()

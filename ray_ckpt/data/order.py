@@ -13,9 +13,26 @@ the run was interrupted. It is made in four steps, each of them arithmetic:
    (or to two neighbours, where a span ends inside it).
 4. Inside a stream rows are shuffled in **windows** of ``window_groups`` successive row groups.
 
-The price of the window is memory (a rank holds one window per stream) and a shuffle that is not
-uniform inside a stream: a row travels at most one window away from its row group's neighbours. The
-order of row groups is uniform over the epoch.
+What that is worth, on 1000 row groups of 1000 rows, 12 streams of micro-batches of 8
+(``python -m ray_ckpt.data.quality`` measures it and says what the figures mean):
+
+    ==============  ================  ==================  ==========
+    window_groups   rank correlation  neighbour distance  same group
+    ==============  ================  ==================  ==========
+    1                          0.020               0.043       0.073
+    4 (default)                0.020               0.256       0.019
+    16                         0.025               0.311       0.005
+    64                         0.011               0.325       0.002
+    random order               0.000               0.333       0.001
+    ==============  ================  ==================  ==========
+
+The row groups are in random order over the epoch, so nothing drifts at any window (three standard
+errors of 1000 random places are a correlation of 0.09). Inside a stream the shuffle is not uniform: a
+row travels at most one window away from its row group's neighbours, and two samples of one batch are
+of one row group with probability about ``b / (G window_groups)``, if that is more than a random
+order's ``1 / groups``. The price of a larger window is memory and the first batch: a rank holds one window for each
+of its streams, ``window_groups * rows in a group * bytes in a row``, and reads that much before its
+first step.
 
 Looking up a position costs a binary search among row groups; nothing has the length of the data set.
 """

@@ -112,7 +112,7 @@ class ElasticConfig:
     node_loss_wait_s: float = 60.0
     """Longest wait for the cluster to notice that a node is dead, after workers failed, seconds."""
     max_fruitless_attempts: int = 3
-    """Attempts in a row that may end before a new step; then the run stops and says why."""
+    """Attempts in a row that may end before a new step or checkpoint; then the run stops and says why."""
 
     def __post_init__(self) -> None:
         for name in ("cpus_per_worker", "resize_check_s", "start_timeout_s", "node_loss_wait_s"):

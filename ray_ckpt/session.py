@@ -20,6 +20,8 @@ All ranks call the same methods in the same order. Rank 0 alone talks to the tra
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -36,16 +38,16 @@ from ray_ckpt.checkpoint.saver import Saver, SaveResult
 from ray_ckpt.config import Config
 from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed
 from ray_ckpt.data.index import load_index
-from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
 from ray_ckpt.errors import RayCkptError, RestoreError, StorageError
+from ray_ckpt.facts import check_run, global_order, tracker_options
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.tracker.client import TrackerClient
-from ray_ckpt.tracker.core import Attempt, RestorePlan
+from ray_ckpt.tracker.core import Attempt, RestorePlan, TrackerCore
 from ray_ckpt.tracker.steward import Steward
 
 logger = logging.getLogger(__name__)
@@ -356,13 +358,13 @@ class Session:
 
     def _save(self) -> None:
         progress = self.progress
-        self._saving = progress
+        self._saving = progress, self._steward.last_record.get("loss", math.nan)
         self._steward.saving(progress.step)
         self._saver.save(progress.step, self._full_state)
 
     def _saved(self, result: SaveResult) -> None:
         """On rank 0, in the background: asks the tracker to commit what was written."""
-        progress, record = self._saving, self._steward.last_record
+        progress, loss = self._saving
         save: dict[str, Any] = {
             "step": result.step,
             "samples": progress.samples,
@@ -372,7 +374,7 @@ class Session:
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,
-            "metrics": {"loss": record.get("loss", float("nan"))},
+            "metrics": {"loss": loss},
             "guard": {},
             "bitwise_comparable": True,
         }
@@ -399,21 +401,15 @@ class Session:
         return bool(box[0])
 
 
-def global_order(config: Config) -> GlobalOrder:
-    """The global order of samples that a configuration names."""
-    return GlobalOrder(
-        row_group_sizes=load_index(config.data).row_group_sizes,
-        global_batch=config.global_batch,
-        micro_batch=config.micro_batch,
-        seed=config.seed,
-        window_groups=config.reading.window_groups,
-    )
-
-
 def attach(config: Config) -> Session:
-    """Joins a training function that runs below Ray Train to its run.
+    """Joins a training function to its run; every worker calls it once, first of all.
 
-    Call it once on every worker, first of all.
+    Below Ray Train the run's tracker is an actor. In a program that started ``torch.distributed`` itself (``torchrun``,
+    say) it lives in the process of rank 0: all works but what needs Ray, such as another number of workers without
+    a new start.
+
+    Raises:
+        RuntimeError: neither Ray Train nor ``torch.distributed`` is there.
     """
     import ray
     import ray.train
@@ -421,6 +417,8 @@ def attach(config: Config) -> Session:
 
     from ray_ckpt.tracker.client import RayTracker
 
+    if not ray.is_initialized():
+        return _attach_alone(config)
     # Every report would be a line in the job's log; the journal has them.
     logging.getLogger("ray.train.v2._internal.execution.context").setLevel(logging.WARNING)
     context = ray.train.get_context()
@@ -433,3 +431,20 @@ def attach(config: Config) -> Session:
         device=ray.train.torch.get_device(),
         nodes=nodes,
     )
+
+
+def _attach_alone(config: Config) -> Session:
+    from ray_ckpt.tracker.client import LocalTracker
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "attach() joins a training function of Ray Train, or a program that has called "
+            "torch.distributed.init_process_group(): start the function with ray_ckpt.run(config, train), or call "
+            "init_process_group() first."
+        )
+    tracker = None
+    if dist.get_rank() == 0:
+        tracker = LocalTracker(TrackerCore(check_run(config, {}), tracker_options(config)))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    return Session(config, tracker=tracker, device=device)

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, usable
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
 from ray_ckpt.data.index import load_index
-from ray_ckpt.errors import ConfigError, RayCkptError, StorageError
+from ray_ckpt.errors import ConfigError, RayCkptError
+from ray_ckpt.facts import check_run, global_order, tracker_options
 from ray_ckpt.local_ray import cluster
-from ray_ckpt.session import global_order
 from ray_ckpt.tracker.client import RayTracker
-from ray_ckpt.tracker.core import RunFacts, TrackerOptions
-from ray_ckpt.tracker.identity import check_identity, fingerprint
-from ray_ckpt.view.summary import snapshot_problem, summary
+from ray_ckpt.tracker.core import RunFacts
+from ray_ckpt.view.summary import summary
 
 C = TypeVar("C", bound=Config)
 
@@ -61,47 +60,16 @@ def run(
     """
     unprepared = prepare is not None and _is_empty(config.data)
     if not unprepared:
-        facts = _check(config, identity or {})  # before a cluster is started for nothing
+        facts = check_run(config, identity or {})  # before a cluster is started for nothing
         if _complete(config):
             return 0
     num_cpus = math.ceil(config.worker_range[1] * config.elastic.cpus_per_worker)
     with cluster(num_cpus) as context:
         if prepare is not None and unprepared:
             prepare(config)
-            facts = _check(config, identity or {})
+            facts = check_run(config, identity or {})
         print(_opening(config, context), flush=True)
         return _fit(config, train, facts)
-
-
-def _check(config: Config, identity: Mapping[str, Any]) -> RunFacts:
-    """Refuses what cannot work; the first start of a run writes down what must stay the same."""
-    index = load_index(config.data)
-    if index.seq_len != config.seq_len:
-        raise ConfigError(
-            f"--seq-len {config.seq_len}: the rows in {config.data} have {index.seq_len} tokens. Use "
-            f"--seq-len {index.seq_len}, or prepare the data again with jobs/prepare.py."
-        )
-    global_order(config)  # refuses data that is less than a global batch
-    names = {
-        "--global-batch": config.global_batch,
-        "--micro-batch": config.micro_batch,
-        "--seq-len": config.seq_len,
-        "--seed": config.seed,
-        "--exact": config.exact,
-        "--reading.window-groups": config.reading.window_groups,
-        "--data (fingerprint of its content)": index.fingerprint,
-        **identity,
-    }
-    check_identity(config.run_dir, names)
-    _probe(config)
-    return RunFacts(
-        run=config.run,
-        run_dir=str(config.run_dir),
-        config_fingerprint=fingerprint(names),
-        data_fingerprint=index.fingerprint,
-        parallel=config.parallel,
-        versions=versions(),
-    )
 
 
 def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
@@ -160,24 +128,6 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
     return 0
 
 
-def tracker_options(config: Config) -> TrackerOptions:
-    """How the tracker decides, from the options of the run."""
-    return TrackerOptions(
-        limits=config.policy.limits(),
-        prior_mtbf_s=config.policy.prior_mtbf_s,
-        prior_weight=config.policy.prior_weight,
-        max_fruitless=config.elastic.max_fruitless_attempts,
-    )
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides the bits of a result."""
-    from importlib.metadata import version
-
-    names = ("torch", "ray", "numpy", "pyarrow", "ray-ckpt")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
-
-
 def _complete(config: Config) -> bool:
     """Whether the run reached its last step before; says so."""
     newest = next(iter(usable(list_checkpoints(config.run_dir))), None)
@@ -196,26 +146,6 @@ def _complete(config: Config) -> bool:
 def _is_empty(folder: str) -> bool:
     path = Path(folder)
     return not path.is_dir() or not any(path.iterdir())
-
-
-def _probe(config: Config) -> None:
-    """Writes, syncs and removes a file in the run's folder, and looks at Ray's record of it."""
-    path = config.run_dir / f".probe-{os.getpid()}"
-    try:
-        with path.open("wb") as file:
-            file.write(b"\0" * (1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise StorageError(
-            f"{config.run_dir} cannot be written ({error.strerror}). --storage must be a folder with room, "
-            "which this user may write to."
-        ) from error
-    finally:
-        path.unlink(missing_ok=True)
-    problem = snapshot_problem(config.run_dir)
-    if problem:
-        print(problem, flush=True)
 
 
 def _opening(config: Config, context: Any) -> str:

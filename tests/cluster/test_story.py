@@ -18,7 +18,7 @@ from cluster.local import LocalCluster
 from ray_ckpt.config import Config
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import digest_samples
-from ray_ckpt.session import global_order
+from ray_ckpt.facts import global_order
 from ray_ckpt.view.summary import surviving_steps
 
 pytestmark = pytest.mark.cluster

@@ -11,7 +11,7 @@ from worlds import events, history, make_config, make_data, run_world, train
 
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import digest_samples
-from ray_ckpt.session import global_order
+from ray_ckpt.facts import global_order
 
 pytestmark = pytest.mark.dist
 

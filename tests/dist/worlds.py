@@ -114,8 +114,8 @@ def make_config(folder: Path, **changes: Any) -> Any:
 
 def make_core(config: Any) -> Any:
     """A tracker for a configuration, in this process."""
+    from ray_ckpt.facts import tracker_options
     from ray_ckpt.tracker.core import RunFacts, TrackerCore
-    from ray_ckpt.trainer import tracker_options
 
     facts = RunFacts(
         run=config.run,

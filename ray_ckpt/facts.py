@@ -1,0 +1,97 @@
+"""What is known of a run before it starts: its order, its identity, and whether its folder can be used."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray_ckpt.config import Config
+from ray_ckpt.data.index import load_index
+from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.tracker.core import RunFacts, TrackerOptions
+from ray_ckpt.tracker.identity import check_identity, fingerprint
+from ray_ckpt.view.summary import snapshot_problem
+
+
+def global_order(config: Config) -> GlobalOrder:
+    """The global order of samples that a configuration names."""
+    return GlobalOrder(
+        row_group_sizes=load_index(config.data).row_group_sizes,
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        seed=config.seed,
+        window_groups=config.reading.window_groups,
+    )
+
+
+def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
+    """Refuses what cannot work; the first start of a run writes down what must stay the same."""
+    index = load_index(config.data)
+    if index.seq_len != config.seq_len:
+        raise ConfigError(
+            f"--seq-len {config.seq_len}: the rows in {config.data} have {index.seq_len} tokens. Use "
+            f"--seq-len {index.seq_len}, or prepare the data again with jobs/prepare.py."
+        )
+    global_order(config)  # refuses data that is less than a global batch
+    names = {
+        "--global-batch": config.global_batch,
+        "--micro-batch": config.micro_batch,
+        "--seq-len": config.seq_len,
+        "--seed": config.seed,
+        "--exact": config.exact,
+        "--reading.window-groups": config.reading.window_groups,
+        "--data (fingerprint of its content)": index.fingerprint,
+        **identity,
+    }
+    check_identity(config.run_dir, names)
+    probe(config.run_dir)
+    return RunFacts(
+        run=config.run,
+        run_dir=str(config.run_dir),
+        config_fingerprint=fingerprint(names),
+        data_fingerprint=index.fingerprint,
+        parallel=config.parallel,
+        versions=versions(),
+    )
+
+
+def tracker_options(config: Config) -> TrackerOptions:
+    """How the tracker decides, from the options of the run."""
+    return TrackerOptions(
+        limits=config.policy.limits(),
+        prior_mtbf_s=config.policy.prior_mtbf_s,
+        prior_weight=config.policy.prior_weight,
+        max_fruitless=config.elastic.max_fruitless_attempts,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the bits of a result."""
+    from importlib.metadata import version
+
+    names = ("torch", "ray", "numpy", "pyarrow", "ray-ckpt")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def probe(run_dir: Path) -> None:
+    """Writes, syncs and removes a file in the run's folder, and looks at Ray's record of it."""
+    path = run_dir / f".probe-{os.getpid()}"
+    try:
+        with path.open("wb") as file:
+            file.write(b"\0" * (1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(
+            f"{run_dir} cannot be written ({error.strerror}). --storage must be a folder with room, "
+            "which this user may write to."
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
+    problem = snapshot_problem(run_dir)
+    if problem:
+        print(problem, flush=True)

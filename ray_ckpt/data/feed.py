@@ -6,6 +6,16 @@ whose blocks come in order (``preserve_order``). ``streaming_split`` is not used
 order. Read tasks reserve no CPU, because a cluster whose CPUs are all taken by training workers would
 never run them; ``read_tasks`` bounds how many run at a time for each rank.
 
+A dataset of Ray Data lists all its read tasks when it starts: a month of reads is cut into datasets of
+``TASKS_PER_DATASET`` tasks, and the next one is started while the present one still has rows, because a
+start takes 0.1 to 0.5 s. What waits between reading and training is bounded, whoever is slow: see
+:func:`ray_ckpt.data.source.ordered_dataset`.
+
+A transform of the user is called with Arrow tables of any number of rows, on the reading side. It must
+keep the rows, their order, and the columns ``row``, ``position`` and ``stream``; it may change the tokens
+(not their number) and add columns. With nothing to draw from but its rows and their positions it gives
+the same for any world size and after any interruption.
+
 A feed only ever counts from the step it is told to start at. What it has read ahead is nobody's
 position: the position is what was trained, and the session keeps it.
 """
@@ -13,41 +23,26 @@ position: the position is what was trained, and the session keeps it.
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from ray_ckpt.data.assemble import MicroBatch, assemble
 from ray_ckpt.data.index import DataIndex
 from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.plan import BatchPlan
-from ray_ckpt.data.reader import POSITION, ROW, STREAM, TOKENS, Read, plan_reads, read_span
-from ray_ckpt.data.reader import tokens_to_numpy as _tokens
+from ray_ckpt.data.reader import OnCorrupt, Read, plan_reads, read_span
 
-# A dataset of Ray Data lists all its read tasks when it starts, at about 1 ms each: a month of reads is
-# cut into datasets of this many tasks.
+__all__ = ["Feed", "LocalFeed", "MicroBatch", "RayFeed", "Transform", "assemble", "group_reads"]
+
+Transform = Callable[[pa.Table], pa.Table]
+
+# At about 1 ms a task to list them, and some hundred ms for a dataset's start.
 TASKS_PER_DATASET = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Samples of one forward and backward pass.
-
-    Attributes:
-        index: which micro-batch of the global batch, 0 to V-1.
-        tokens: int64 [micro_batch, seq_len].
-        rows: int64 [micro_batch], row ids.
-        positions: int64 [micro_batch], places in the global order.
-    """
-
-    index: int
-    tokens: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
 
 
 class Feed(Protocol):
@@ -58,90 +53,31 @@ class Feed(Protocol):
         ...
 
 
-def assemble(
-    tables: Iterable[pa.Table], plan: BatchPlan, seq_len: int, start_step: int, stop_step: int
-) -> Iterator[list[MicroBatch]]:
-    """Cuts a rank's stream of tables into micro-batches.
-
-    Each micro-batch is checked to be the one that the order puts at this place: a block that came late,
-    early or twice stops the run instead of being trained on.
-    """
-    source = iter(tables)
-    queues: dict[int, deque[pa.Table]] = {j: deque() for j in plan.micro_batches}
-    rows: dict[int, int] = dict.fromkeys(plan.micro_batches, 0)
-    for step in range(start_step, stop_step):
-        batch = []
-        for j in plan.micro_batches:
-            while rows[j] < plan.micro_batch:
-                block = next(source, None)
-                if block is None:
-                    raise RuntimeError(
-                        f"the feed ended before its last step {stop_step - 1}: step {step} lacks rows for "
-                        f"micro-batch {j}. Data transforms must keep every row."
-                    )
-                for stream, table in _by_stream(block):
-                    if stream not in queues:
-                        raise RuntimeError(
-                            f"the feed is out of order: at step {step} came rows of stream {stream}, this "
-                            f"rank reads the streams {list(queues)}. Data transforms must keep rows, their "
-                            "order and the stream column."
-                        )
-                    queues[stream].append(table)
-                    rows[stream] += table.num_rows
-            piece = _take(queues[j], plan.micro_batch)
-            rows[j] -= plan.micro_batch
-            positions = piece.column(POSITION).to_numpy()
-            first = step * plan.global_batch + j * plan.micro_batch
-            if not np.array_equal(positions, np.arange(first, first + plan.micro_batch)):
-                raise RuntimeError(
-                    f"the feed is out of order: step {step}, micro-batch {j} should start at position "
-                    f"{first}, got positions {positions[:4].tolist()}... Data transforms must keep "
-                    "rows, their order and the position column."
-                )
-            batch.append(
-                MicroBatch(
-                    index=j,
-                    tokens=_tokens(piece.column(TOKENS), seq_len),
-                    rows=piece.column(ROW).to_numpy(),
-                    positions=positions,
-                )
-            )
-        yield batch
-
-
-def _by_stream(table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
-    """Cuts a table where the stream changes: a transform may have joined blocks."""
-    streams = table.column(STREAM).to_numpy()
-    cuts = [0, *(np.flatnonzero(np.diff(streams)) + 1).tolist(), len(streams)]
-    for low, high in itertools.pairwise(cuts):
-        if high > low:
-            yield int(streams[low]), table.slice(low, high - low)
-
-
-def _take(queue: deque[pa.Table], count: int) -> pa.Table:
-    """Takes ``count`` rows from the front of a queue of tables."""
-    parts = []
-    while count:
-        table = queue.popleft()
-        if table.num_rows > count:
-            queue.appendleft(table.slice(count))
-            table = table.slice(0, count)
-        parts.append(table)
-        count -= table.num_rows
-    return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LocalFeed:
-    """Reads in this process, when asked: tests, small data, programs without Ray."""
+    """Reads in this process, when asked: tests, small data, programs without Ray.
+
+    Attributes:
+        index: the data.
+        order: its global order.
+        plan: this rank's share.
+        transform: of the user, applied to every table that was read.
+        on_corrupt: what to do about a damaged row group (:func:`ray_ckpt.data.reader.read_span`).
+    """
 
     index: DataIndex
     order: GlobalOrder
     plan: BatchPlan
+    transform: Transform | None = None
+    on_corrupt: OnCorrupt = "fatal"
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MicroBatch]]:
+        """See :meth:`Feed.steps`."""
         reads = plan_reads(self.order, self.plan.micro_batches, start_step, stop_step)
-        tables = (read_span(self.index, self.order, read) for read in reads)
+        transform = self.transform or (lambda table: table)
+        tables = (
+            transform(read_span(self.index, self.order, read, self.on_corrupt)) for read in reads
+        )
         return assemble(tables, self.plan, self.index.seq_len, start_step, stop_step)
 
 
@@ -156,6 +92,8 @@ class RayFeed:
         rows_per_task: rows that one read task reads, about; a task is some milliseconds of overhead.
         read_tasks: read tasks that run at a time for this rank.
         prefetch_batches: blocks kept ready in this process.
+        transform: of the user, applied by Ray Data (``map_batches``).
+        on_corrupt: what to do about a damaged row group (:func:`ray_ckpt.data.reader.read_span`).
     """
 
     index: DataIndex
@@ -164,22 +102,80 @@ class RayFeed:
     rows_per_task: int = 4096
     read_tasks: int = 1
     prefetch_batches: int = 2
+    transform: Transform | None = None
+    on_corrupt: OnCorrupt = "fatal"
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MicroBatch]]:
+        """See :meth:`Feed.steps`."""
         reads = plan_reads(self.order, self.plan.micro_batches, start_step, stop_step)
         return assemble(self._tables(reads), self.plan, self.index.seq_len, start_step, stop_step)
 
     def _tables(self, reads: Iterator[Read]) -> Iterator[pa.Table]:
+        """The blocks of one dataset after the other, each started before the last one is used up."""
         tasks = group_reads(reads, self.rows_per_task)
-        while chunk := list(itertools.islice(tasks, TASKS_PER_DATASET)):
-            yield from self._dataset(chunk).iter_batches(
-                batch_size=None, batch_format="pyarrow", prefetch_batches=self.prefetch_batches
-            )
+        following = self._start(tasks)
+        while following is not None:
+            present, following = following, None
+            rows_left = present.rows
+            for table in present.tables():
+                rows_left -= table.num_rows
+                if following is None and rows_left * START_NEXT_AT <= present.rows:
+                    following = self._start(tasks)
+                yield table
+            following = following or self._start(tasks)
 
-    def _dataset(self, tasks: Sequence[Sequence[Read]]) -> Any:
+    def _start(self, tasks: Iterator[list[Read]]) -> _Running | None:
+        chunk = list(itertools.islice(tasks, TASKS_PER_DATASET))
+        return _Running(self, chunk) if chunk else None
+
+    def _iterate(self, tasks: Sequence[Sequence[Read]]) -> Iterator[pa.Table]:
         from ray_ckpt.data.source import ordered_dataset
 
-        return ordered_dataset(self.index, self.order, tasks, self.read_tasks)
+        dataset = ordered_dataset(
+            self.index,
+            self.order,
+            tasks,
+            read_tasks=self.read_tasks,
+            prefetch_batches=self.prefetch_batches,
+            transform=self.transform,
+            on_corrupt=self.on_corrupt,
+        )
+        return iter(
+            dataset.iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=self.prefetch_batches
+            )
+        )
+
+
+# A dataset is started when this part of the one before it is left: 1 / 4 of 64 tasks.
+START_NEXT_AT = 4
+
+
+class _Running:
+    """A dataset that was started in the background: it reads ahead until its buffers are full."""
+
+    def __init__(self, feed: RayFeed, tasks: Sequence[Sequence[Read]]) -> None:
+        self.rows = sum(read.stop - read.start for task in tasks for read in task)
+        self._first: Future[tuple[pa.Table | None, Iterator[pa.Table]]] = Future()
+        # A daemon: a program that ends while its data is on the way does not wait for it.
+        threading.Thread(
+            target=self._pull, args=(feed, tasks), name="ray_ckpt-dataset-start", daemon=True
+        ).start()
+
+    def _pull(self, feed: RayFeed, tasks: Sequence[Sequence[Read]]) -> None:
+        try:
+            tables = feed._iterate(tasks)
+            # Ray Data begins to read when the first block is asked for.
+            self._first.set_result((next(tables, None), tables))
+        except BaseException as error:  # noqa: BLE001 - raised again where the blocks are used
+            self._first.set_exception(error)
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The blocks, in order."""
+        first, rest = self._first.result()
+        if first is not None:
+            yield first
+            yield from rest
 
 
 def group_reads(reads: Iterator[Read], rows_per_task: int) -> Iterator[list[Read]]:

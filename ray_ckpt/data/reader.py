@@ -1,23 +1,37 @@
 """From a place in the global order to rows of tokens: what is read, in what order.
 
-Pure planning (:func:`plan_reads`) apart from the one function that opens files (:func:`read_span`).
+Pure planning (:func:`plan_reads`) apart from the function that reads (:func:`read_span`).
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from ray_ckpt.data.index import DataError, DataIndex
-from ray_ckpt.data.order import GlobalOrder, Span
+from ray_ckpt.data.order import GlobalOrder, Int64s, Span
+from ray_ckpt.data.permute import mix, permute
+from ray_ckpt.data.rowgroup import DamagedRowGroup, read_row_group
+
+logger = logging.getLogger(__name__)
 
 POSITION, ROW, STREAM, TOKENS = "position", "row", "stream", "tokens"
+REPLACED = "replaced"
+
+OnCorrupt = Literal["fatal", "replace"]
+
+STAND_IN_TRIES = 16
+"""Row groups tried in the place of a damaged one."""
+
+_STAND_IN = 4  # the purpose of a draw, as those in order.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +74,23 @@ def plan_reads(
             heapq.heappush(queue, (row[stream] // b, stream))
 
 
-def read_span(index: DataIndex, order: GlobalOrder, read: Read) -> pa.Table:
+def read_span(
+    index: DataIndex, order: GlobalOrder, read: Read, on_corrupt: OnCorrupt = "fatal"
+) -> pa.Table:
     """Reads one span in training order; every row group of it is read once.
+
+    Args:
+        index: the data.
+        order: its global order.
+        read: what to read.
+        on_corrupt: "replace" puts the rows of another row group, drawn from (seed, epoch, row group), in
+            the place of a damaged one. The order keeps its length and stays the same for any world; the
+            rows that stand in are trained on twice in the epoch.
 
     Returns:
         Table of ``read.stop - read.start`` rows: ``tokens`` (list of integers), ``row`` (int64, row id),
-        ``position`` (int64, place in the global order), ``stream`` (int64).
+        ``position`` (int64, place in the global order), ``stream`` (int64); with "replace" also
+        ``replaced`` (int64, the damaged row whose place this row takes, or -1).
 
     Raises:
         DataError: a row group that cannot be read, or whose row count is not the index's.
@@ -74,67 +99,106 @@ def read_span(index: DataIndex, order: GlobalOrder, read: Read) -> pa.Table:
     permuted, _ = order.span_rows(read.span)
     wanted = permuted[read.start : read.stop]
     places = np.unique(np.searchsorted(layout.starts, wanted, side="right") - 1)
-    tables, row_ids, origins = [], [], []
+    tables, row_ids, meant, origins = [], [], [], []
     for place in places.tolist():
         group = int(layout.groups[place])
-        table = _read_row_group(index, group)
         first = int(order.group_starts[group])
+        size = int(order.row_group_sizes[group])
+        own = np.arange(first, first + size, dtype=np.int64)
+        try:
+            # Row ids are counted here, beside the bytes, and travel with them through every shuffle.
+            table, rows = read_row_group(index, group), own
+        except DamagedRowGroup as error:
+            if on_corrupt == "fatal":
+                raise
+            table, rows = _stand_in(index, order, read.span.epoch, group, error)
         tables.append(table)
-        # Row ids are counted here, beside the bytes, and travel with them through every shuffle.
-        row_ids.append(np.arange(first, first + table.num_rows, dtype=np.int64))
+        row_ids.append(rows)
+        meant.append(own)
         origins.append(np.arange(layout.starts[place], layout.starts[place + 1], dtype=np.int64))
-    origin = np.concatenate(origins)
-    taken = pa.concat_tables(tables).take(np.searchsorted(origin, wanted))
-    rows = np.concatenate(row_ids)[np.searchsorted(origin, wanted)]
-    positions = order.positions(read.span)[read.start : read.stop]
-    return pa.table(
-        {
-            TOKENS: taken.column(0),
-            ROW: rows,
-            POSITION: positions,
-            STREAM: np.full(len(rows), read.span.stream, dtype=np.int64),
-        }
+    at = np.searchsorted(np.concatenate(origins), wanted)
+    rows = np.concatenate(row_ids)[at]
+    columns = {
+        TOKENS: pa.concat_tables(tables).take(at).column(0),
+        ROW: rows,
+        POSITION: order.positions(read.span)[read.start : read.stop],
+        STREAM: np.full(len(rows), read.span.stream, dtype=np.int64),
+    }
+    if on_corrupt == "replace":
+        own = np.concatenate(meant)[at]
+        columns[REPLACED] = np.where(own == rows, -1, own)
+    return pa.table(columns)
+
+
+def _stand_in(
+    index: DataIndex, order: GlobalOrder, epoch: int, group: int, damage: DamagedRowGroup
+) -> tuple[pa.Table, Int64s]:
+    """Rows, and their ids, that take the place of a damaged row group: as many as it should have."""
+    count = len(order.row_group_sizes)
+    candidates = permute(
+        np.arange(min(count, STAND_IN_TRIES)), count, mix(order.seed, epoch, group, _STAND_IN)
     )
-
-
-def _read_row_group(index: DataIndex, group: int) -> pa.Table:
-    path, local = index.locate(group)
-    try:
-        with pq.ParquetFile(path) as file:
-            table = file.read_row_group(local, columns=[index.column])
-    except (OSError, pa.ArrowException, IndexError) as error:
-        raise DataError(
-            f"{path}: row group {local} cannot be read ({error}). Every row group is needed for the "
-            "global order: restore the file, or prepare the data again."
-        ) from error
-    expected = index.rows_in(group)
-    if table.num_rows != expected:
-        raise DataError(
-            f"{path}: row group {local} has {table.num_rows} rows, the index says {expected}. The file "
-            "changed after it was indexed: restore it, or prepare the data again."
+    for candidate in candidates.tolist():
+        if candidate == group or not order.row_group_sizes[candidate]:
+            continue
+        try:
+            table = read_row_group(index, candidate)
+        except DamagedRowGroup:
+            continue
+        logger.warning(
+            "%s Row group %d of the data stands in for it in epoch %d.", damage, candidate, epoch
         )
-    return table
+        rows = np.arange(order.row_group_sizes[group], dtype=np.int64) % table.num_rows
+        return table.take(rows), order.group_starts[candidate] + rows
+    raise DataError(
+        f"{damage} So are {len(candidates)} others that were tried in its place: the data is beyond use."
+    ) from damage
 
 
-def tokens_to_numpy(column: pa.ChunkedArray, seq_len: int) -> np.ndarray:
+def tokens_to_numpy(column: pa.ChunkedArray, seq_len: int) -> npt.NDArray[np.int64]:
     """A column of token lists as int64 [rows, seq_len].
 
     Raises:
         DataError: a row of another length, or a null.
     """
+    return token_matrix(column, seq_len).astype(np.int64)
+
+
+def token_matrix(column: pa.ChunkedArray | pa.Array, seq_len: int) -> npt.NDArray[Any]:
+    """A column of token lists as [rows, seq_len] of its own integer type, without a copy if possible.
+
+    Raises:
+        DataError: a row of another length, or a null.
+    """
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    # Row by row: a long row would lend its tokens to the short one behind it, and the total be right.
+    return list_matrix(array, "token", seq_len)
+
+
+def list_matrix(array: pa.Array, what: str, length: int | None = None) -> npt.NDArray[Any]:
+    """An array of lists of one length as [rows, length], without a copy if possible.
+
+    Args:
+        array: the lists.
+        what: they hold.
+        length: of each; None takes that of the first.
+
+    Raises:
+        DataError: a row of another length, or a null.
+    """
+    # Row by row: a long row would lend its values to the short one behind it, and the total be right.
     lengths = pc.list_value_length(array)
-    if lengths.null_count or np.any(lengths.to_numpy(zero_copy_only=False) != seq_len):
+    ends = pc.min_max(lengths).as_py()
+    if length is None:
+        length = ends["min"] or 0
+    if lengths.null_count or (len(array) and (ends["min"], ends["max"]) != (length, length)):
         raise DataError(
-            f"a row does not have {seq_len} tokens: every row must have the same length. Prepare the "
+            f"a row does not have {length} {what}s: every row must have the same length. Prepare the "
             "data again with the sequence length of the run."
         )
-    tokens = array.flatten()
-    if tokens.null_count:
+    values = array.flatten()
+    if values.null_count:
         raise DataError(
-            f"a row has null in place of a token ({tokens.null_count} in {len(array)} rows): prepare the "
-            "data again."
+            f"a row has null in place of a {what} ({values.null_count} in {len(array)} rows): prepare "
+            "the data again."
         )
-    flat = tokens.to_numpy(zero_copy_only=False)
-    return flat.reshape(len(array), seq_len).astype(np.int64)
+    return values.to_numpy(zero_copy_only=False).reshape(len(array), length)

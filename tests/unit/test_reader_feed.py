@@ -71,7 +71,7 @@ class World:
             return token_table(np.arange(first, first + int(self.order.row_group_sizes[group])))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reader, "_read_row_group", read)
+            patch.setattr(reader, "read_row_group", read)
             yield
 
     def feed(self, world_size: int, rank: int) -> LocalFeed:
@@ -370,13 +370,13 @@ def test_files_are_trained_in_the_global_order_and_read_once(folder, monkeypatch
     index = load_index(folder)
     world = World([file.row_groups for file in index.files], 4, 2, seed=4, window_groups=2)
     world.index = index
-    real = reader._read_row_group
+    real = reader.read_row_group
 
     def counted(index: DataIndex, group: int) -> pa.Table:
         world.reads[group] += 1
         return real(index, group)
 
-    monkeypatch.setattr(reader, "_read_row_group", counted)
+    monkeypatch.setattr(reader, "read_row_group", counted)
     spe = world.order.steps_per_epoch
     found = world.train(workers, 0, spe)
     assert same(found, world.expected(0, spe))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ray_ckpt.data.plan import check_batch
+from ray_ckpt.data.reader import OnCorrupt
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy.decision import IntervalLimits
 
@@ -38,12 +39,15 @@ class ReadingConfig:
     """Read tasks that run at a time for each worker."""
     prefetch_batches: int = 2
     """Blocks kept ready in each worker."""
+    on_corrupt: OnCorrupt = "fatal"
+    """A damaged row group: stop and name it, or put other rows in its place and write that down."""
 
     def __post_init__(self) -> None:
         for name in ("window_groups", "rows_per_task", "read_tasks"):
             _at_least(1, f"--reading.{_flag(name)}", getattr(self, name))
         _at_least(0, "--reading.prefetch-batches", self.prefetch_batches)
         _one_of(FeedKind, "--reading.feed", self.feed)
+        _one_of(OnCorrupt, "--reading.on-corrupt", self.on_corrupt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

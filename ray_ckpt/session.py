@@ -36,9 +36,10 @@ from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import load, verify_together, with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
 from ray_ckpt.config import Config
-from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed
+from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
 from ray_ckpt.data.index import load_index
 from ray_ckpt.data.plan import BatchPlan
+from ray_ckpt.data.replaced import RecordedFeed
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
 from ray_ckpt.errors import RayCkptError, RestoreError, StorageError
@@ -194,10 +195,16 @@ class Session:
         """How far the run is."""
         return self._restored().progress
 
-    def batches(self) -> Iterator[Batch]:
-        """Yields this rank's part of each global batch, from where the run is to its last step."""
+    def batches(self, transform: Transform | None = None) -> Iterator[Batch]:
+        """Yields this rank's part of each global batch, from where the run is to its last step.
+
+        Args:
+            transform: from Arrow table to Arrow table, applied while reading (Ray Data's ``map_batches``). It
+                must keep the rows, their order and the columns ``row``, ``position`` and ``stream``; it may
+                change tokens, and add columns, which are then in ``micro.source.columns``.
+        """
         start = self._restored().progress.step
-        for micro_batches in self._feed().steps(start, self.config.steps):
+        for micro_batches in self._feed(transform).steps(start, self.config.steps):
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -300,17 +307,36 @@ class Session:
             )
         return self._reducer
 
-    def _feed(self) -> Feed:
+    def _feed(self, transform: Transform | None) -> Feed:
         reading = self.config.reading
+        feed: Feed
         if reading.feed == "local":
-            return LocalFeed(index=self.index, order=self.order, plan=self.plan)
-        return RayFeed(
+            feed = LocalFeed(
+                index=self.index,
+                order=self.order,
+                plan=self.plan,
+                transform=transform,
+                on_corrupt=reading.on_corrupt,
+            )
+        else:
+            feed = RayFeed(
+                index=self.index,
+                order=self.order,
+                plan=self.plan,
+                rows_per_task=reading.rows_per_task,
+                read_tasks=reading.read_tasks,
+                prefetch_batches=reading.prefetch_batches,
+                transform=transform,
+                on_corrupt=reading.on_corrupt,
+            )
+        if reading.on_corrupt == "fatal":
+            return feed
+        return RecordedFeed(
+            feed=feed,
             index=self.index,
             order=self.order,
-            plan=self.plan,
-            rows_per_task=reading.rows_per_task,
-            read_tasks=reading.read_tasks,
-            prefetch_batches=reading.prefetch_batches,
+            run_dir=self._run_dir,
+            facts={"rank": self.rank, "generation": self._steward.generation},
         )
 
     def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:

@@ -89,6 +89,7 @@ class Session:
         self._run_dir = config.run_dir
         self._state: TrainState | None = None
         self._batch: Batch | None = None
+        self._transform: Transform | None = None
         self._reducer: Reducer | None = None
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
         self._seen = time.monotonic()
@@ -204,7 +205,8 @@ class Session:
                 change tokens, and add columns, which are then in ``micro.source.columns``.
         """
         start = self._restored().progress.step
-        for micro_batches in self._feed(transform).steps(start, self.config.steps):
+        self._transform = transform
+        for micro_batches in self._feed().steps(start, self.config.steps):
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -307,7 +309,7 @@ class Session:
             )
         return self._reducer
 
-    def _feed(self, transform: Transform | None) -> Feed:
+    def _feed(self) -> Feed:
         reading = self.config.reading
         feed: Feed
         if reading.feed == "local":
@@ -315,7 +317,7 @@ class Session:
                 index=self.index,
                 order=self.order,
                 plan=self.plan,
-                transform=transform,
+                transform=self._transform,
                 on_corrupt=reading.on_corrupt,
             )
         else:
@@ -326,7 +328,7 @@ class Session:
                 rows_per_task=reading.rows_per_task,
                 read_tasks=reading.read_tasks,
                 prefetch_batches=reading.prefetch_batches,
-                transform=transform,
+                transform=self._transform,
                 on_corrupt=reading.on_corrupt,
             )
         if reading.on_corrupt == "fatal":

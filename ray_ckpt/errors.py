@@ -55,3 +55,7 @@ class RestoreError(RayCkptError):
 
 class StaleGenerationError(RayCkptError):
     """A writer of an earlier attempt tried to commit, delete or promote after it was replaced."""
+
+
+class StateError(RayCkptError, TypeError):
+    """A part of the training state cannot be saved, or is not what it is given as."""

@@ -21,7 +21,9 @@ from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.state import rng
-from ray_ckpt.state.train_state import SCALARS, TrainState
+from ray_ckpt.state.codec import decode
+from ray_ckpt.state.parts import Entry
+from ray_ckpt.state.train_state import PER_RANK, SCALARS, Saved, TrainState
 
 _RNG = "rng"
 
@@ -42,8 +44,17 @@ def load(
     manifest: Manifest,
     group: dist.ProcessGroup,
     device: torch.device,
+    allow_missing: tuple[str, ...] = (),
 ) -> bool:
     """Loads a verified checkpoint into ``state``, in place.
+
+    Args:
+        state: to load into.
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        group: of all ranks.
+        device: of this rank.
+        allow_missing: items and tensors that only one side may have, as in ``TrainState.targets``.
 
     Returns:
         Whether this rank's random generators were restored exactly: they are when the world size is
@@ -55,19 +66,25 @@ def load(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     same_world = world_size == manifest.world_size
     reader = FileSystemReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
-    target = state.state_dict()
-    scalars = saved.get(SCALARS)
-    if isinstance(scalars, TensorStorageMetadata):
-        target[SCALARS] = torch.empty(scalars.size, dtype=torch.uint8)
+    entries = read_entries(reader, folder)
+    documents, own = _read_documents(reader, entries, rank if same_world else None)
+    target = state.targets(
+        Saved(
+            where=str(folder),
+            entries={n: e for n, e in entries.items() if not n.startswith(f"{_RNG}.")},
+            documents=documents,
+            own=own,
+        ),
+        device,
+        allow_missing,
+    )
     generators = rng.capture(device)
     if same_world:
         prefix = f"{_RNG}.{rng.rank_key(rank)}."
-        generators = {k: v for k, v in generators.items() if prefix + k in saved}
+        generators = _present(generators, entries, prefix)
         target[_RNG] = {rng.rank_key(rank): generators}
-    _compare_names(target, saved, folder)
     try:
-        dcp_load(target, storage_reader=reader, process_group=group)
+        dcp_load(_to_load(target), storage_reader=reader, process_group=group)
     except (CheckpointException, ValueError) as error:
         raise RestoreError(
             f"{folder} is intact but does not fit the model or optimizer ({error}). Use the model and "
@@ -77,6 +94,26 @@ def load(
     if same_world:
         rng.apply(generators, device)
     return same_world
+
+
+def read_entries(reader: FileSystemReader, folder: Path) -> dict[str, Entry]:
+    """Names, shapes and types of a verified checkpoint's tensors.
+
+    Raises:
+        RestoreError: it holds something else than tensors, which only pickle could read.
+    """
+    metadata = reader.read_metadata().state_dict_metadata
+    strange = sorted(n for n, e in metadata.items() if not isinstance(e, TensorStorageMetadata))
+    if strange:
+        raise RestoreError(
+            f"{folder} holds pickled objects ({', '.join(strange[:5])}), and those are never read. It was not saved "
+            "by this package: load its weights in the training function instead."
+        )
+    return {
+        name: Entry(tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def with_rng(state_dict: dict[str, Any], rank: int, device: torch.device) -> dict[str, Any]:
@@ -93,21 +130,45 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _compare_names(target: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
-    here = {name for name, _ in flatten(target)}
-    there = {name for name in saved if not name.startswith(f"{_RNG}.")}
-    here = {name for name in here if not name.startswith(f"{_RNG}.")}
-    if here != there:
-        missing, surplus = sorted(here - there), sorted(there - here)
+def _read_documents(
+    reader: FileSystemReader, entries: Mapping[str, Entry], rank: int | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The JSON of the items, and of the items that are this rank's own; None when no rank is asked for."""
+    own_name = "" if rank is None else f"{PER_RANK}.{rng.rank_key(rank)}.{SCALARS}"
+    tensors = {
+        name: torch.empty(entries[name].shape, dtype=torch.uint8)
+        for name in (SCALARS, own_name)
+        if name in entries
+    }
+    if SCALARS not in tensors:
         raise RestoreError(
-            f"{folder} does not hold what the training function has. Not in the checkpoint: "
-            f"{_some(missing)}. Only in the checkpoint: {_some(surplus)}. Use the model and optimizer "
-            "of the run that saved it, or another run name."
+            f"{reader.path} has no {SCALARS!r}: it was not saved by this package. Load its weights in the training "
+            "function instead."
         )
+    dcp_load(dict(tensors), storage_reader=reader, no_dist=True)
+    own = None
+    if rank is not None:
+        own = decode(tensors[own_name]) if own_name in tensors else {}
+    return decode(tensors[SCALARS]), own
 
 
-def _some(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+def _present(
+    generators: dict[str, torch.Tensor], entries: Mapping[str, Entry], prefix: str
+) -> dict[str, torch.Tensor]:
+    """The generators that the checkpoint has; on a GPU it may come from a run without."""
+    missing = sorted(key for key in generators if prefix + key not in entries and key != "cuda")
+    if missing:
+        raise RestoreError(
+            f"the checkpoint lacks the random generators {missing} of this rank. Set it aside and start again: an "
+            "older one will be used."
+        )
+    return {key: value for key, value in generators.items() if prefix + key in entries}
+
+
+def _to_load(target: Mapping[str, Any]) -> dict[str, Any]:
+    """The target without the documents, which are read already, and may be fewer than the saved ones."""
+    return {
+        key: _to_load(value) if isinstance(value, Mapping) else value
+        for key, value in target.items()
+        if key != SCALARS
+    }

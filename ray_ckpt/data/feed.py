@@ -7,8 +7,9 @@ order. Read tasks reserve no CPU, because a cluster whose CPUs are all taken by 
 never run them; ``read_tasks`` bounds how many run at a time for each rank.
 
 A dataset of Ray Data lists all its read tasks when it starts: a month of reads is cut into datasets of
-``TASKS_PER_DATASET`` tasks, and the next one is started while the present one still has rows: started
-at the seam, it made training wait 0.17 to 0.36 s there; so, 0.01 to 0.04 s like anywhere else. What waits between reading and training is bounded, whoever is slow: see
+``TASKS_PER_DATASET`` tasks, and the next one is started while the present one still has rows. Started
+at the seam, it made training wait 0.17 to 0.36 s there; so, 0.01 to 0.04 s like anywhere else. What
+waits between reading and training is bounded, whoever is slow: see
 :func:`ray_ckpt.data.source.ordered_dataset`.
 
 A transform of the user is called with Arrow tables of any number of rows, on the reading side. It must

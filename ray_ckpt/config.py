@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tyro.conf import UseAppendAction
+
 from ray_ckpt.data.plan import check_batch
 from ray_ckpt.data.reader import OnCorrupt
 from ray_ckpt.errors import ConfigError
@@ -95,10 +97,18 @@ class SavingConfig:
     """Times the last save of a run is tried before the run is called failed."""
     report_to_ray: bool = True
     """Tell Ray Train of each commit, so that Result.checkpoint and get_checkpoint() know it."""
+    allow_missing: UseAppendAction[tuple[str, ...]] = ()
+    """Item (ema) or first parts of tensor names (model.head) that only the run or the checkpoint has; repeatable."""
 
     def __post_init__(self) -> None:
         _more_than_0("--saving.timeout-s", self.timeout_s, " s")
         _at_least(1, "--saving.final-tries", self.final_tries)
+        for name in self.allow_missing:
+            if not name.strip("."):
+                raise ConfigError(
+                    f"--saving.allow-missing {name!r}: an empty name would allow nothing; give the name of an item "
+                    "or tensor, as the error that asked for it has it"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

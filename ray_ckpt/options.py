@@ -134,6 +134,8 @@ def _fill(default: T, values: Mapping[str, Any], where: str, prefix: str) -> T:
         else:
             if isinstance(now, float) and type(value) is int:
                 value = float(value)
+            if isinstance(now, tuple) and type(value) is list:
+                value = tuple(value)
             rule = _misfit(value, now, hints[name])
             if rule:
                 raise ConfigError(f"{where}: {prefix}{key} = {value!r} must be {rule}")

@@ -67,7 +67,7 @@ def load(
     same_world = world_size == manifest.world_size
     reader = FileSystemReader(folder)
     entries = read_entries(reader, folder)
-    documents, own = _read_documents(reader, entries, rank if same_world else None)
+    documents, own = _read_documents(reader, entries, rank if same_world else None, group)
     target = state.targets(
         Saved(
             where=str(folder),
@@ -131,7 +131,10 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _read_documents(
-    reader: FileSystemReader, entries: Mapping[str, Entry], rank: int | None
+    reader: FileSystemReader,
+    entries: Mapping[str, Entry],
+    rank: int | None,
+    group: dist.ProcessGroup,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The JSON of the items, and of the items that are this rank's own; None when no rank is asked for."""
     own_name = "" if rank is None else f"{PER_RANK}.{rng.rank_key(rank)}.{SCALARS}"
@@ -145,7 +148,7 @@ def _read_documents(
             f"{reader.path} has no {SCALARS!r}: it was not saved by this package. Load its weights in the training "
             "function instead."
         )
-    dcp_load(dict(tensors), storage_reader=reader, no_dist=True)
+    dcp_load(dict(tensors), storage_reader=reader, process_group=group)
     own = None
     if rank is not None:
         own = decode(tensors[own_name]) if own_name in tensors else {}

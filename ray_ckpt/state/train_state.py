@@ -89,6 +89,9 @@ class TrainState:
         ema: optional averaged weights: a module such as ``AveragedModel``, or an object with ``state_dict()`` and
             ``load_state_dict()``. FSDP2 models cannot be copied: average a copy of the plain model, and shard both.
 
+    A checkpoint has one value of each buffer. Buffers that differ from rank to rank (running statistics of BatchNorm
+    under FSDP2) are not repeated bit for bit: synchronise them, or leave them out (``persistent=False``).
+
     Raises:
         StateError: the optimizer has parameters that are not the model's.
     """
@@ -180,13 +183,11 @@ class TrainState:
         documents = {name: each for name, each in saved.documents.items() if name in self._table}
         others = {name for name in saved.documents if name not in documents}
         settings = documents.get("optimizer")
-        if settings is not None:
-            if "optimizer" in allowed and not fits(self._optimizer, settings, allowed):
-                del documents["optimizer"]
-                others.add("optimizer")
-                difference.kept.append("optimizer")
-            else:
-                self._optimizer.compare(settings, difference)
+        whole = settings is not None and "optimizer" in allowed
+        if whole and not fits(self._optimizer, settings, allowed):
+            del documents["optimizer"]
+            others.add("optimizer")
+            difference.kept.append("optimizer")
         target: dict[str, Any] = {}
         for name, document in documents.items():
             below = _below(saved.entries, name)
@@ -197,6 +198,8 @@ class TrainState:
         if "optimizer" in documents:
             there -= {f"optimizer.{path}" for path in self._optimizer.strangers(settings)}
         _match(target, saved.entries, there, difference)
+        if "optimizer" in documents:
+            self._optimizer.compare(settings, difference)
         target[SCALARS] = encode(documents)
         self._own_targets(target, saved, difference, device)
         difference.settle(saved.where)

@@ -177,7 +177,8 @@ class Session:
             return self._from_rank0(
                 "reject", generation=generation, name=plan.name, faults=faults
             ), False
-        if not load(state, folder, plan.manifest, self._group, self.device):
+        allowed = self.config.saving.allow_missing
+        if not load(state, folder, plan.manifest, self._group, self.device, allowed):
             rng.seed_all(self.config.seed, state.progress.step, self.plan.micro_batches[0])
         if (state.progress.step, state.progress.samples) != (
             plan.manifest.step,

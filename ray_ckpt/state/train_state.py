@@ -105,7 +105,8 @@ class TrainState:
         scaler: HasState | None = None,
         ema: torch.nn.Module | HasState | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer: Any = optimizer  # as it was given: one, or several
         self.progress = Progress()
         several = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         weights = ModulePart("model", model)

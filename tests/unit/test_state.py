@@ -253,7 +253,7 @@ def test_a_table_takes_no_hidden_step() -> None:
     assert same(seen[0][2], seen[1][2])
     state, _ = small(torch.optim.SGD, momentum=0.9)
     assert "optimizer" not in state.state_dict()
-    assert not state.optimizer.state  # type: ignore[union-attr]
+    assert not state.optimizer.state
 
 
 class Wide(torch.optim.SGD):
@@ -271,10 +271,10 @@ def test_optimizer_state_keeps_its_types() -> None:
     """torch casts it to the parameter's type on load, and mangles words."""
     first, model = small(Wide, torch.bfloat16)
     model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    first.optimizer.step()  # type: ignore[union-attr]
+    first.optimizer.step()
     second, _ = small(Wide, torch.bfloat16)
     second.load_state_dict(copied(first))
-    a, b = (s.optimizer.state_dict()["state"] for s in (first, second))  # type: ignore[union-attr]
+    a, b = (s.optimizer.state_dict()["state"] for s in (first, second))
     assert same(a, b)
     assert b[0]["wide"].dtype == torch.float32
 
@@ -312,9 +312,9 @@ def test_every_scheduler_goes_on_where_it_was(kind: str) -> None:
         rates = []
         optimizer, scheduler = state.optimizer, state._parts["scheduler"]
         for value in values:
-            optimizer.step()  # type: ignore[union-attr]
+            optimizer.step()
             scheduler.step(value) if kind == "plateau" else scheduler.step()
-            rates.append(optimizer.param_groups[0]["lr"])  # type: ignore[union-attr]
+            rates.append(optimizer.param_groups[0]["lr"])
         return rates
 
     whole = run(make(), metrics)

@@ -24,7 +24,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -260,11 +260,12 @@ class Session:
             grad_exponent=self._spread_model().exponent,
         )
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
-        if agreement.save:
-            self._save()
+        hold_s = self._save() if agreement.save else 0.0
         if agreement.report and self._reporter is not None:
             self._reporter.report()
         self._steward.exchange(flush=agreement.save)
+        if hold_s:
+            self._hold(hold_s)
         self._seen = time.monotonic()
         return agreement
 
@@ -280,7 +281,7 @@ class Session:
             self._steward.exchange(flush=True)
             return
         for tries_left in reversed(range(self.config.saving.final_tries)):
-            if self._everyone_knows(self._steward.committed_step == state.progress.step):
+            if self._everyone_knows(self._steward.is_committed(state.progress.step)):
                 break
             if not tries_left:
                 raise StorageError(
@@ -385,11 +386,21 @@ class Session:
     def _full_state(self) -> dict[str, Any]:
         return with_rng(self._restored().state_dict(), self.rank, self.device)
 
-    def _save(self) -> None:
+    def _save(self) -> float:
+        """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
         progress = self.progress
         self._saving = progress, self._steward.last_record.get("loss", math.nan)
-        self._steward.saving(progress.step)
+        hold_s = self._steward.saving(progress.step)
         self._saver.save(progress.step, self._full_state)
+        return hold_s
+
+    def _hold(self, seconds: float) -> None:
+        """Rank 0 waits for the end of the attempt, and the others for rank 0; goes on when it does not come."""
+        deadline = time.monotonic() + seconds
+        self._saver.wait(seconds)
+        while time.monotonic() < deadline and not self._steward.asked:
+            time.sleep(0.05)
+            self._steward.exchange(flush=True)
 
     def _saved(self, result: SaveResult) -> None:
         """On rank 0, in the background: asks the tracker to commit what was written."""
@@ -471,6 +482,12 @@ def _attach_alone(config: Config) -> Session:
             "torch.distributed.init_process_group(): start the function with ray_ckpt.run(config, train), or call "
             "init_process_group() first."
         )
+    # Nobody reads ahead, and nobody is told of commits: both are Ray's.
+    config = replace(
+        config,
+        reading=replace(config.reading, feed="local"),
+        saving=replace(config.saving, report_to_ray=False),
+    )
     tracker = None
     if dist.get_rank() == 0:
         tracker = LocalTracker(TrackerCore(check_run(config, {}), tracker_options(config)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from typing import Any
 
 from ray.exceptions import RayError
@@ -20,6 +21,8 @@ from ray_ckpt.ray_private import ControllerCallback, WorkerGroupCallback, refres
 from ray_ckpt.tracker.client import RayTracker
 
 logger = logging.getLogger(__name__)
+
+HOLD_S = 60.0  # Ray tears a group down within seconds; a resize that does not come must not stop training
 
 
 class _Group:
@@ -34,6 +37,11 @@ class _Group:
         self.run, self._wait_s = run, node_loss_wait_s
         self.workers: list[Any] = []
         self.errors: dict[int, Exception] = {}
+        self.word = ""  # names this group to the tracker, which counts the end of a group once
+
+    def start(self, workers: list[Any]) -> None:
+        """A new group is up."""
+        self.workers, self.errors, self.word = workers, {}, uuid.uuid4().hex
 
     def cause(self) -> Cause:
         """Why the group failed.
@@ -64,7 +72,7 @@ class GroupWatch(WorkerGroupCallback):
         self._group = group
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        self._group.workers, self._group.errors = list(worker_group.get_workers()), {}
+        self._group.start(list(worker_group.get_workers()))
 
 
 class WorkerErrors(UserCallback):
@@ -96,7 +104,7 @@ class ControllerDecisions(ControllerCallback):
         cause = self._group.cause()
         self._group.forget()
         verdict = RayTracker(self._group.run).call(
-            "interruption", kind=cause.kind, cause=cause.text
+            "interruption", kind=cause.kind, cause=cause.text, group=self._group.word
         )
         if cause.hopeless or not verdict.go_on:
             # An error in a callback is one that the controller does not retry.
@@ -109,9 +117,8 @@ class ControllerDecisions(ControllerCallback):
         tracker = RayTracker(self._group.run)
         try:
             self._save_first(tracker, workers)
-            tracker.call(
-                "interruption", kind="resize", cause=f"the cluster has room for {workers} workers"
-            )
+            cause = f"the cluster has room for {workers} workers"
+            tracker.call("interruption", kind="resize", cause=cause, group=self._group.word)
         except (RayCkptError, RayError) as error:
             # The resize happens anyway; what was not saved is done again.
             logger.warning("no save before the resize to %d workers: %s", workers, error)
@@ -119,7 +126,7 @@ class ControllerDecisions(ControllerCallback):
 
     def _save_first(self, tracker: RayTracker, workers: int) -> None:
         before = tracker.call("status")["commits"]
-        tracker.call("request_save", reason=f"resize to {workers} workers")
+        tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
         deadline = time.monotonic() + self._save_timeout_s
         while time.monotonic() < deadline:
             if tracker.call("status")["commits"] > before:

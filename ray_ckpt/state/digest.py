@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
 import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
+from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.restore import flatten
+from ray_ckpt.checkpoint.verify import verify_files
+from ray_ckpt.errors import RestoreError
 from ray_ckpt.state.train_state import TrainState
+
+_OF_RANKS = frozenset({"rng", "per_rank"})
 
 
 def state_digest(state: TrainState) -> dict[str, str]:
@@ -16,16 +28,45 @@ def state_digest(state: TrainState) -> dict[str, str]:
     Returns:
         16 hex digits for ``model``, ``optimizer``, ``progress`` and ``scalars``.
     """
-    digests: dict[str, str] = {}
-    for part, value in state.state_dict().items():
-        tensors = {"": value} if isinstance(value, torch.Tensor) else dict(flatten(value))
-        digest = xxhash.xxh3_64()
-        for name in sorted(tensors):
-            tensor = tensors[name].detach()
-            whole = (
-                (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
-            )
-            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
-        digests[part] = digest.hexdigest()
-    return digests
+    return {
+        part: _digest({"": value} if isinstance(value, torch.Tensor) else dict(flatten(value)))
+        for part, value in state.state_dict().items()
+        if part not in _OF_RANKS
+    }
+
+
+def checkpoint_digest(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """Digests of the parts of a checkpoint on storage, as :func:`state_digest` gives them for a state in memory.
+
+    What belongs to ranks is left out: another world has other ranks.
+
+    Raises:
+        RestoreError: the checkpoint's bytes are not those of its manifest.
+    """
+    faults = verify_files(folder, manifest)
+    if faults:
+        raise RestoreError(f"{folder}: {faults[0].path}: {faults[0].fault}")
+    reader = FileSystemReader(folder)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] not in _OF_RANKS
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP warns of the single process that is asked for
+        dcp_load(dict(tensors), storage_reader=reader, no_dist=True)
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        parts.setdefault(part, {})[rest] = tensor
+    return {part: _digest(named) for part, named in parts.items()}
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = xxhash.xxh3_64()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+        digest.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return str(digest.hexdigest())

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_ckpt.checkpoint.manifest import checkpoint_name
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.ray_private import session_logs_dir
 from ray_ckpt.tracker.client import NAMESPACE, actor_name
@@ -42,7 +43,7 @@ class TrackerActor(TrackerCore):
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
         committed = super().commit(generation, save)
         if committed:
-            name = self.memory.last_commit_name
+            name = checkpoint_name(int(save["step"]), generation)
             self._looks[second_look(self._dir, name, int(save["step"]))] = name
         return committed
 

@@ -290,10 +290,16 @@ class TrackerCore:
         except (TypeError, LookupError) as error:
             return None, f"the report of the save cannot be understood ({error!r})"
 
-    def request_save(self, reason: str) -> int:
-        """Asks the workers for a save at their next step; returns the number of the request."""
+    def request_save(self, reason: str, hold_s: float = 0.0) -> int:
+        """Asks the workers for a save at their next step; returns the number of the request.
+
+        Args:
+            reason: why, in words.
+            hold_s: how long the workers wait after the save, seconds: whoever asked is about to end the attempt,
+                and a step made in between would be lost.
+        """
         number = self.memory.save_requests + 1
-        self._record("save_requested", reason=reason, number=number)
+        self._record("save_requested", reason=reason, number=number, hold_s=hold_s)
         return number
 
     # ---- looking --------------------------------------------------------------------------------
@@ -423,6 +429,7 @@ class TrackerCore:
             every_steps=decision.every_steps,
             reason=decision.reason,
             save_request=self.memory.save_requests,
+            hold_s=self.memory.hold_s,
             last_commit_step=self.memory.last_commit_step,
             failed_in_a_row=self.memory.failed_in_a_row,
         )

@@ -47,6 +47,7 @@ class RunMemory:
         last_group: worker group whose end was told last, empty when it was not named.
         last_end: how that was, in words.
         save_requests: number of the newest request for a save, 0 before the first.
+        hold_s: how long the workers wait after the save of that request, seconds.
     """
 
     generation: int = 0
@@ -72,6 +73,7 @@ class RunMemory:
     last_group: str = ""
     last_end: str = ""
     save_requests: int = 0
+    hold_s: float = 0.0
 
     @property
     def failures(self) -> int:
@@ -133,6 +135,7 @@ class RunMemory:
 
     def _on_save_requested(self, event: dict[str, Any]) -> None:
         self.save_requests = max(self.save_requests, int(event["number"]))
+        self.hold_s = float(event.get("hold_s", 0.0))
 
     def _on_commit(self, event: dict[str, Any]) -> None:
         step = int(event["step"])

@@ -84,6 +84,7 @@ class Directive:
         every_steps: steps between saves.
         reason: why.
         save_request: number of the latest request for a save at the next step; grows.
+        hold_s: how long the workers wait after that save, for what it was asked for; seconds.
         last_commit_step: step of the newest commit, None before the first.
         failed_in_a_row: failed saves since the last commit.
     """
@@ -91,6 +92,7 @@ class Directive:
     every_steps: int
     reason: str
     save_request: int
+    hold_s: float
     last_commit_step: int | None
     failed_in_a_row: int
 

@@ -47,11 +47,25 @@ class Steward:
         self.committed_step: int | None = None
         self.problem: str = "nothing was saved"
 
+    @property
+    def asked(self) -> bool:
+        """Whether somebody asked for a save that has not begun."""
+        return self._directive.save_request > self._answered_request
+
+    def is_committed(self, step: int) -> bool:
+        """Whether a step is committed; asks the tracker when the answer to a commit may have been lost."""
+        if self._tracker is None or self.committed_step == step:
+            return self.committed_step == step
+        status = self._tracker.call("status")
+        if (status["last_commit_step"], status["generation"]) == (step, self.generation):
+            self.committed_step = step
+        return self.committed_step == step
+
     def wants_save(self, step: int) -> bool:
         """Whether a save is due at the end of ``step``; False on ranks other than 0."""
         if self._tracker is None:
             return False
-        if step >= self._total or self._directive.save_request > self._answered_request:
+        if step >= self._total or self.asked:
             return True
         every = self._directive.every_steps
         if self._failures:
@@ -59,10 +73,12 @@ class Steward:
             every = min(every, 2**self._failures)
         return step - self._last_save >= every
 
-    def saving(self, step: int) -> None:
-        """Notes that a save of ``step`` begins."""
+    def saving(self, step: int) -> float:
+        """Notes that a save of ``step`` begins; returns how long to hold after it, seconds."""
+        hold_s = self._directive.hold_s if self.asked else 0.0
         self._last_save = step
         self._answered_request = self._directive.save_request
+        return hold_s
 
     def executed(self, record: dict[str, Any]) -> None:
         """Takes the line of an executed step."""
@@ -91,7 +107,8 @@ class Steward:
                     self._ticket = None
                     self._directive = answer or self._directive
             due = flush or time.monotonic() - self._sent >= BUNDLE_S
-            if self._pending and due and (flush or self._ticket is None):
+            # An empty bundle asks for the present directive.
+            if flush or (self._pending and due and self._ticket is None):
                 self._send()
 
     def _send(self) -> None:

@@ -56,8 +56,13 @@ class Metrics:
             self._failed.inc(1, tags)
         elif kind == "interruption":
             self._interruptions.inc(1, {**tags, "kind": event["kind"]})
-            if event["lost_steps"]:
-                self._lost.inc(event["lost_steps"], tags)
+            self._lose(event["lost_steps"])
+        elif kind == "restored":
+            self._lose(event["lost_steps_more"])
+
+    def _lose(self, steps: int) -> None:
+        if steps > 0:
+            self._lost.inc(steps, self._tags)
 
     def set(self, status: dict[str, Any]) -> None:
         """Sets every gauge whose value is known."""

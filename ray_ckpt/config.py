@@ -35,9 +35,9 @@ class ReadingConfig:
     """Row groups of a stream that are shuffled together; more shuffles better and takes more memory."""
     feed: FeedKind = "ray"
     """Who reads: Ray Data ahead of training, or the training process when it needs the next batch."""
-    rows_per_task: int = 4096
-    """Rows that one read task of Ray Data reads, about."""
-    read_tasks: int = 1
+    rows_per_task: int = 16384
+    """Rows that one read task of Ray Data reads, about; fewer where they have more than 32 MiB."""
+    read_tasks: int = 2
     """Read tasks that run at a time for each worker."""
     prefetch_batches: int = 2
     """Blocks kept ready in each worker."""

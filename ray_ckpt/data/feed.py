@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from ray_ckpt.data.assemble import MicroBatch, assemble
@@ -44,6 +45,8 @@ Transform = Callable[[pa.Table], pa.Table]
 
 # At about 1 ms a task to list them, and some hundred ms for a dataset's start.
 TASKS_PER_DATASET = 64
+
+MAX_TASK_BYTES = 32 << 20
 
 
 class Feed(Protocol):
@@ -90,7 +93,8 @@ class RayFeed:
         index: the data.
         order: its global order.
         plan: this rank's share.
-        rows_per_task: rows that one read task reads, about; a task is some milliseconds of overhead.
+        rows_per_task: rows that one read task reads, about, or less where they have more than 32 MiB; a task
+            is some milliseconds of overhead.
         read_tasks: read tasks that run at a time for this rank.
         prefetch_batches: blocks kept ready in this process.
         transform: of the user, applied by Ray Data (``map_batches``).
@@ -100,8 +104,8 @@ class RayFeed:
     index: DataIndex
     order: GlobalOrder
     plan: BatchPlan
-    rows_per_task: int = 4096
-    read_tasks: int = 1
+    rows_per_task: int = 16384
+    read_tasks: int = 2
     prefetch_batches: int = 2
     transform: Transform | None = None
     on_corrupt: OnCorrupt = "fatal"
@@ -113,7 +117,9 @@ class RayFeed:
 
     def _tables(self, reads: Iterator[Read]) -> Iterator[pa.Table]:
         """The blocks of one dataset after the other, each started before the last one is used up."""
-        tasks = group_reads(reads, self.rows_per_task)
+        row_bytes = self.index.seq_len * np.dtype(self.index.dtype or np.int64).itemsize
+        rows_per_task = min(self.rows_per_task, max(1, MAX_TASK_BYTES // row_bytes))
+        tasks = group_reads(reads, rows_per_task)
         following = self._start(tasks)
         while following is not None:
             present, following = following, None

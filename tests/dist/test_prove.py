@@ -67,7 +67,8 @@ def test_exact_mode_is_proved_over_four_worlds(folder: Path, parallel: str) -> N
         script="4x5 kill 3x4 kill 2x3 stop 1x2",
     )
     assert report.identical, report.text()
-    assert report.resumes == (3, 9, 12)
+    assert len(report.resumes) == 3, report.resumes
+    assert 0 < report.resumes[0] < report.resumes[1] < report.resumes[2] <= 12
     assert report.tolerance == 0.0
 
 

@@ -1,0 +1,234 @@
+"""How fast the data comes, against what else one would use, on the same rows in one run.
+
+    python jobs/bench_data.py --quick                 one to two minutes
+    python jobs/bench_data.py --json data.json        some minutes; below 1 GB on disk
+
+Rows per second of this project's feed, of plain Ray Data without order
+(``ray.data.read_parquet(...).iter_batches``), of ``litdata`` and of torchdata's ``StatefulDataLoader``, for
+1 and 2 consumers; and the time to the first batch at the start and at 90 % of a large set, against
+skipping to it. The readers take turns, and figures are medians of the rounds, given as ratios: a busy
+machine is as busy for all of them.
+
+Every consumer makes the same of a step: int64 arrays of its rows. Rates are taken over a whole pass from
+the first request on (``rows_per_s``) and from the first batch on (``steady_rows_per_s``); the target is
+about the first, because a run's data is used from its first row, and because Ray Data without a limit has
+read a small set to its end when it gives the first batch. ``StatefulDataLoader`` has all its rows in
+memory, ``litdata`` its own format in uncompressed chunks.
+
+Exit code 0 only when all targets hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import bench_readers as readers
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_ckpt.data.index import load_index
+from ray_ckpt.options import parse, run_main
+
+FEED, PLAIN = "ray_ckpt", "plain ray data"
+RATE_TARGET, SEEK_TARGET = 0.9, 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """Measures the feed against other readers of the same rows."""
+
+    quick: bool = False
+    """Small sets and few rounds."""
+    json: str = ""
+    """File for the figures."""
+    rows: int = 2_000_000
+    """Rows of the set whose rates are measured; --quick takes 200000."""
+    seek_rows: int = 10_000_000
+    """Rows of the set in which is seeked; --quick takes 1000000."""
+    seq_len: int = 64
+    """Tokens in a row of the first set; rows of the second have 8."""
+    rounds: int = 3
+    """Times that everything is measured; --quick takes 2."""
+    folder: str = ""
+    """Where the sets are made; empty takes a temporary folder, which is deleted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One thing that must hold."""
+
+    name: str
+    value: float
+    limit: str
+    ok: bool
+
+
+def make_rows(root: Path, rows: int, seq_len: int, group_rows: int) -> None:
+    """Writes rows of random tokens into 8 files, unless they are there."""
+    if root.is_dir():
+        return
+    rng = np.random.default_rng(0)
+    schema = pa.schema([("tokens", pa.list_(pa.uint16(), seq_len))])
+    building = root.with_name(f".{root.name}")
+    building.mkdir(parents=True)
+    for number in range(8):
+        path = building / f"part-{number}.parquet"
+        # As jobs/prepare.py writes, but for the compression: random tokens have none.
+        with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
+            for low in range(0, rows // 8, group_rows):
+                count = min(group_rows, rows // 8 - low)
+                flat = pa.array(rng.integers(0, 50_000, count * seq_len, dtype=np.uint16))
+                column = pa.FixedSizeListArray.from_arrays(flat, seq_len)
+                writer.write_table(pa.table({"tokens": column}, schema=schema))
+    building.rename(root)
+
+
+def measure_rates(folder: Path, rounds: int, limit_s: float) -> list[dict[str, object]]:
+    """One row a reader and number of consumers: medians over the rounds."""
+    rows: list[dict[str, object]] = []
+    for consumers in (1, 2):
+        found: dict[str, list[readers.Rate]] = {}
+        skipped: dict[str, str] = {}
+        # Starts the cluster's processes, for both readers that use them.
+        readers.rate(FEED, folder, consumers, limit_s)
+        for _ in range(rounds):
+            for name in readers.READERS:
+                if name in skipped:
+                    continue
+                try:
+                    found.setdefault(name, []).append(
+                        readers.rate(name, folder, consumers, limit_s)
+                    )
+                except readers.NotInstalled as error:
+                    skipped[name] = str(error)
+        plain = found[PLAIN]
+        for name in readers.READERS:
+            row: dict[str, object] = {"what": "rate", "reader": name, "consumers": consumers}
+            if name in skipped:
+                rows.append({**row, "skipped": skipped[name]})
+                continue
+            mine = found[name]
+            for field in ("rows_per_s", "steady_rows_per_s", "first_batch_s"):
+                values = [getattr(rate, field) for rate in mine]
+                # Round by round: both of a pair saw the same machine.
+                pairs = zip(values, [getattr(rate, field) for rate in plain], strict=True)
+                row[field] = statistics.median(values)
+                row[f"{field}_over_plain"] = statistics.median(own / other for own, other in pairs)
+            rows.append(row)
+    return rows
+
+
+def measure_seeks(folder: Path, rounds: int) -> list[dict[str, object]]:
+    """Times to the first batch at the start and at 90 % of a set, by seeking and by skipping."""
+    num_rows = load_index(folder).num_rows
+    offsets = (0, num_rows * 9 // 10)
+    readers.first_batch(folder, 0)
+    times: dict[int, list[float]] = {offset: [] for offset in offsets}
+    for number in range(4 * rounds):
+        for offset in offsets[:: -1 if number % 2 else 1]:
+            times[offset].append(readers.first_batch(folder, offset))
+    start, late = (statistics.median(times[offset]) for offset in offsets)
+    skip = statistics.median(readers.skip_to(folder, offsets[1]) for _ in range(min(rounds, 2)))
+    return [
+        {"what": "first batch", "reader": FEED, "rows": num_rows, "offset": 0, "seconds": start},
+        {
+            "what": "first batch",
+            "reader": FEED,
+            "rows": num_rows,
+            "offset": offsets[1],
+            "seconds": late,
+            "over_start": statistics.median(
+                b / a for a, b in zip(*(times[offset] for offset in offsets), strict=True)
+            ),
+        },
+        {
+            "what": "first batch",
+            "reader": f"{PLAIN}, skipping",
+            "rows": num_rows,
+            "offset": offsets[1],
+            "seconds": skip,
+            "over_seek": skip / late,
+        },
+    ]
+
+
+def judge(rows: list[dict[str, object]]) -> list[Target]:
+    """Holds the figures against the targets."""
+    targets = []
+    for row in rows:
+        if row.get("reader") == FEED and "rows_per_s_over_plain" in row:
+            value = float(str(row["rows_per_s_over_plain"]))
+            name = f"rows/s over plain Ray Data, {row['consumers']} consumers"
+            ok = value >= RATE_TARGET
+            targets.append(Target(name=name, value=value, limit=f">= {RATE_TARGET}", ok=ok))
+        if "over_start" in row:
+            value = float(str(row["over_start"]))
+            limit = f"{1 - SEEK_TARGET:.1f} to {1 + SEEK_TARGET:.1f}"
+            name = "first batch at 90 % over first batch at the start"
+            targets.append(
+                Target(name=name, value=value, limit=limit, ok=abs(value - 1) <= SEEK_TARGET)
+            )
+    return targets
+
+
+def versions() -> dict[str, str]:
+    """Of what was measured."""
+    found = {"python": platform.python_version(), "cpus": str(os.cpu_count())}
+    for name in ("ray-ckpt", "ray", "pyarrow", "torch", "torchdata", "litdata"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def show(rows: list[dict[str, object]], targets: list[Target]) -> None:
+    """Prints the figures as lines."""
+    for row in rows:
+        head = " ".join(
+            str(row.get(name, "")) for name in ("what", "reader", "consumers", "offset")
+        )
+        figures = [
+            f"{name} {value:,.3g}" if value < 1000 else f"{name} {value:,.0f}"
+            for name, value in row.items()
+            if isinstance(value, float)
+        ]
+        print(f"{head:40} {', '.join(figures) or row.get('skipped')}")
+    for target in targets:
+        word = "ok  " if target.ok else "MISS"
+        print(f"{word} {target.name}: {target.value:.3g} ({target.limit})")
+
+
+def main() -> int:
+    """Measures, prints, and says whether the targets hold."""
+    options = parse(BenchOptions)
+    rows = 200_000 if options.quick else options.rows
+    seek_rows = 1_000_000 if options.quick else options.seek_rows
+    rounds = 2 if options.quick else options.rounds
+    limit_s = 2.0 if options.quick else 30.0
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(options.folder or temporary)
+        rates = root / f"rates-{rows}-{options.seq_len}"
+        seeks = root / f"seeks-{seek_rows}"
+        make_rows(rates, rows, options.seq_len, group_rows=1000)
+        make_rows(seeks, seek_rows, 8, group_rows=1000)
+        with readers.cluster():
+            figures = measure_rates(rates, rounds, limit_s) + measure_seeks(seeks, rounds)
+    targets = judge(figures)
+    show(figures, targets)
+    if options.json:
+        report = {"targets": [asdict(t) for t in targets], "rows": figures, "versions": versions()}
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(target.ok for target in targets) else 1
+
+
+if __name__ == "__main__":
+    run_main(main)

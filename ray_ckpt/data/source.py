@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray.data
-from ray.data import Datasource, ExecutionResources, ReadTask
+from ray.data import Datasource, ExecutionResources, ReadTask, TaskPoolStrategy
 from ray.data.block import BlockMetadata
 
 from ray_ckpt.data.index import DataIndex
@@ -107,21 +106,21 @@ def ordered_dataset(
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     source = GlobalOrderSource(index, order, tasks, on_corrupt)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dataset = ray.data.read_datasource(
-            source, override_num_blocks=len(tasks), concurrency=read_tasks, num_cpus=0
+    # More than there are tasks would be a warning in the job's log, at the end of every run.
+    at_a_time = min(read_tasks, len(tasks))
+    dataset = ray.data.read_datasource(
+        source, override_num_blocks=len(tasks), concurrency=at_a_time, num_cpus=0
+    )
+    if transform is not None:
+        # The same resources and concurrency as the read: Ray Data makes one task of both.
+        dataset = dataset.map_batches(
+            transform,
+            batch_size=None,
+            batch_format="pyarrow",
+            zero_copy_batch=True,
+            num_cpus=0,
+            compute=TaskPoolStrategy(size=at_a_time),
         )
-        if transform is not None:
-            # The same resources and concurrency as the read: Ray Data makes one task of both.
-            dataset = dataset.map_batches(
-                transform,
-                batch_size=None,
-                batch_format="pyarrow",
-                zero_copy_batch=True,
-                num_cpus=0,
-                concurrency=read_tasks,
-            )
     options = dataset.context.execution_options
     options.preserve_order = True
     # Without a limit of its own each rank's dataset takes half of the cluster's object store, and

@@ -61,7 +61,7 @@ class _World:
         context.set_forkserver_preload(
             ["torch", "torch.distributed.checkpoint", "ray_ckpt.session"]
         )
-        port, self._log = _free_port(), config.run_dir / "worker-error.txt"
+        port, self._log = free_port(), config.run_dir / "worker-error.txt"
         self._log.unlink(missing_ok=True)
         self._processes = [
             context.Process(
@@ -135,7 +135,8 @@ def _last_step(run_dir: Path) -> int:
     return last
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -38,6 +38,8 @@ FIRST_EXPONENT = 200
 def deterministic_kernels() -> None:
     """Asks torch for kernels that give the same bits each time; one that cannot raises an error."""
     torch.use_deterministic_algorithms(True)
+    # It would also fill all fresh memory, which costs time and shows nothing here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
@@ -108,7 +110,7 @@ class _Exact:
         if not math.isfinite(bound):
             return math.nan
         _, power = math.frexp(bound or 1.0)
-        exponent = 30 - power
+        exponent = fixed.NORM_BITS - power
         words = torch.zeros(2, dtype=torch.int64, device=next(self.model.parameters()).device)
         for grad in grads:
             words += fixed.square_sum_words(grad, exponent)

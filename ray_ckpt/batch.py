@@ -9,10 +9,9 @@ import torch
 import xxhash
 
 from ray_ckpt.data.feed import MicroBatch
+from ray_ckpt.elastic.control import LOSS_BITS
 from ray_ckpt.elastic.parallel import Reducer
 
-# Losses are summed in units of 2^-32, as integers: the sum is the same for any division over ranks.
-LOSS_BITS = 32
 MAX_REPEATS = 3
 
 

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from ray_ckpt.batch import LOSS_BITS
 from ray_ckpt.data.feed import MicroBatch
 
+# Losses are summed in units of 2^-32, as integers: the sum is the same for any division over ranks.
+LOSS_BITS = 32
 _LIMBS = 4  # a 64-bit number in 16-bit pieces: their sums over 2^36 ranks are exact in float64
 _MASK = (1 << 64) - 1
 

@@ -167,7 +167,7 @@ def prove(
 
 def final_state(run_dir: Path, step: int) -> dict[str, str]:
     """Digests of the parts of a run's newest checkpoint, which must be of ``step``."""
-    from ray_ckpt.state.digest import checkpoint_digest
+    from ray_ckpt.checkpoint.digest import checkpoint_digest
 
     newest = next(iter(usable(list_checkpoints(run_dir))), None)
     if newest is None or newest.manifest is None or newest.step != step:

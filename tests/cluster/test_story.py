@@ -24,7 +24,7 @@ from ray_ckpt.view.summary import surviving_steps
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, BATCH = 700, 16
+STEPS, BATCH = 900, 16
 
 
 def expected_digests(data: Path) -> list[str]:
@@ -48,23 +48,31 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 PROBE = """
-import json, urllib.request
+import json, time, urllib.request
 import ray
 from ray.util.state import list_actors, list_logs, list_tasks
 
 ray.init(logging_level="error", log_to_driver=False)
-scrapes = []
-for node in ray.nodes():
-    if node["Alive"]:
-        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
-        scrapes.append(urllib.request.urlopen(url, timeout=10).read().decode())
+def scrape():
+    names = set()
+    for node in ray.nodes():
+        if node["Alive"]:
+            url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+            text = urllib.request.urlopen(url, timeout=10).read().decode()
+            names |= {line.split("{")[0] for line in text.splitlines()}
+    return names
+
+# A gauge is set on a tick of 5 s and exported every 10 s.
+deadline = time.monotonic() + 40
+while "ray_ckpt_last_commit_age_seconds" not in (names := scrape()) and time.monotonic() < deadline:
+    time.sleep(1)
 head = ray.get_runtime_context().get_node_id()
 logs = [name for names in list_logs(node_id=head).values() for name in names]
 print("PROBE" + json.dumps({
     "actors": [actor.name for actor in list_actors(filters=[("state", "=", "ALIVE")])],
     "tasks": [task.name for task in list_tasks(limit=5000)],
     "logs": logs,
-    "metrics": sorted({line.split("{")[0] for text in scrapes for line in text.splitlines()}),
+    "metrics": sorted(names),
 }))
 """
 
@@ -76,7 +84,7 @@ def look_at_the_dashboard(cluster: LocalCluster) -> None:
         env=cluster.client_environ(),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
         check=False,
     )
     assert "PROBE" in done.stdout, done.stdout + done.stderr

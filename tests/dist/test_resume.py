@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from worlds import events, history, make_config, make_data, run_world, train
 
+from ray_ckpt.config import PolicyConfig
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import digest_samples
 from ray_ckpt.facts import global_order
+from ray_ckpt.tracker.journal import STEPS_NAME, read_lines
 
 pytestmark = pytest.mark.dist
 
@@ -94,3 +96,17 @@ def test_state_survives_resharding_between_fsdp_and_ddp(folder: Path) -> None:
         assert found[0]["started"] == stop - 3
         assert found[0]["at_start"] == saved
         saved = found[0]["at_end"]
+
+
+def test_resumes_before_at_and_after_an_epochs_end_lose_and_repeat_nothing(folder: Path) -> None:
+    """torchdata#1437, verl#7401: five steps are an epoch here; every step is saved, so each stop is where it says."""
+    every_step = PolicyConfig(interval_steps=1)
+    whole = make_config(folder, run="whole", steps=12, policy=every_step)
+    run_world(train, 1, whole)
+    config = make_config(folder, run="ends", steps=12, policy=every_step)
+    starts = []
+    for world, stop in ((2, 4), (1, 5), (2, 6), (1, 9), (2, 10), (1, 11), (2, None)):
+        starts.append(run_world(train, world, config, stop)[0]["started"])
+    assert starts == [0, 4, 5, 6, 9, 10, 11]
+    assert digests(config) == digests(whole)
+    assert [line["step"] for line in read_lines(config.run_dir / STEPS_NAME)] == list(range(1, 13))

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from worlds import make_config, make_data, open_session, run_world, train
 
+from ray_ckpt.checkpoint.digest import state_digest
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, FileEntry, Manifest
 from ray_ckpt.checkpoint.restore import load, with_rng
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 from ray_ckpt.config import SavingConfig
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.state import rng
-from ray_ckpt.state.digest import state_digest
 from ray_ckpt.state.train_state import PER_RANK, Progress, TrainState
 
 pytestmark = pytest.mark.dist

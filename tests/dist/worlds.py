@@ -170,7 +170,7 @@ def train(
     """Trains to the end, or leaves abruptly after a step (as a killed worker does)."""
     from torch.nn.functional import cross_entropy
 
-    from ray_ckpt.state.digest import state_digest
+    from ray_ckpt.checkpoint.digest import state_digest
 
     session, state, model = open_session(rank, config)
     session.restore(state)

@@ -131,7 +131,8 @@ def test_kill_is_the_loss_of_one_machine_and_add_brings_it_back(cluster: LocalCl
         cluster.wait_for_nodes(2, timeout_s=15)
         print(f"the head noticed after {time.monotonic() - killed_at:.1f} s")
         assert driver.wait(timeout=30) == 0
-        assert driver.stdout.read().strip() == "actor died"
+        # Ray may put a word of its own, about the raylet that is gone, before or behind it.
+        assert "actor died" in driver.stdout.read().splitlines()
     finally:
         driver.kill()
 

@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ckpt.batch import Batch, MicroStep
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR
-from ray_ckpt.checkpoint.restore import load, verify_together, with_rng
+from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
 from ray_ckpt.config import Config
 from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
@@ -42,14 +41,16 @@ from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.replaced import RecordedFeed
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
-from ray_ckpt.errors import RayCkptError, RestoreError, StorageError
+from ray_ckpt.errors import StorageError
 from ray_ckpt.facts import check_run, global_order, tracker_options
 from ray_ckpt.reporter import Reporter
+from ray_ckpt.resume import resume
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.tracker.client import TrackerClient
-from ray_ckpt.tracker.core import Attempt, RestorePlan, TrackerCore
+from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.steward import Steward
+from ray_ckpt.tracker.talk import Talk
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ class Session:
         self.order = global_order(config)
         timeout = timedelta(seconds=config.saving.timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._talk = dist.new_group(backend="gloo", timeout=timeout)
-        self._tracker, self._nodes = tracker, nodes or []
+        self._talk = Talk(tracker, dist.new_group(backend="gloo", timeout=timeout))
+        self._nodes = nodes or []
         self._run_dir = config.run_dir
         self._state: TrainState | None = None
         self._batch: Batch | None = None
@@ -129,22 +130,20 @@ class Session:
         Raises:
             RestoreError: no checkpoint can be used although there are some, or they do not fit the state.
         """
-        attempt: Attempt = self._from_rank0(
-            "begin_attempt", world_size=self.world_size, nodes=self._nodes
+        attempt = resume(
+            state,
+            self.config,
+            self._talk,
+            group=self._group,
+            device=self.device,
+            nodes=self._nodes,
+            first_micro_batch=self.plan.micro_batches[0],
         )
-        started = time.monotonic()
         self._state = state
-        plan = attempt.plan
-        while plan is not None:
-            plan, done = self._try_restore(state, attempt.generation, plan)
-            if done:
-                break
-        if plan is None:
-            rng.seed_all(self.config.seed, 0, self.plan.micro_batches[0])
-        elif self.config.exact:
+        if self.config.exact and state.progress.step:
             self._spread_model().exponent = state.progress.grad_exponent
         self._steward = Steward(
-            tracker=self._tracker,
+            tracker=self._talk.tracker,
             attempt=attempt,
             start_step=state.progress.step,
             total_steps=self.config.steps,
@@ -156,39 +155,8 @@ class Session:
             on_result=self._saved,
         )
         self._saver.prepare(self._full_state())
-        self._from_rank0(
-            "restored",
-            generation=attempt.generation,
-            step=state.progress.step,
-            seconds=time.monotonic() - started,
-            source=plan.name if plan else "",
-            reason=plan.reason if plan else "no checkpoint yet",
-        )
         self._seen = time.monotonic()
         return state
-
-    def _try_restore(
-        self, state: TrainState, generation: int, plan: RestorePlan
-    ) -> tuple[RestorePlan | None, bool]:
-        """Restores a plan; ``(plan, True)`` when it worked, else the next plan."""
-        folder = self._run_dir / CHECKPOINTS_DIR / plan.name
-        faults = verify_together(folder, plan.manifest, self._group)
-        if faults:
-            return self._from_rank0(
-                "reject", generation=generation, name=plan.name, faults=faults
-            ), False
-        allowed = self.config.saving.allow_missing
-        if not load(state, folder, plan.manifest, self._group, self.device, allowed):
-            rng.seed_all(self.config.seed, state.progress.step, self.plan.micro_batches[0])
-        if (state.progress.step, state.progress.samples) != (
-            plan.manifest.step,
-            plan.manifest.sample_offset,
-        ):
-            raise RestoreError(
-                f"{folder}: the manifest is of step {plan.manifest.step}, the state in it of step "
-                f"{state.progress.step}. Set the folder aside and start again: an older one will be used."
-            )
-        return plan, True
 
     # ---- train ----------------------------------------------------------------------------------
 
@@ -281,7 +249,7 @@ class Session:
             self._steward.exchange(flush=True)
             return
         for tries_left in reversed(range(self.config.saving.final_tries)):
-            if self._everyone_knows(self._steward.is_committed(state.progress.step)):
+            if self._talk.told(self._steward.is_committed(state.progress.step)):
                 break
             if not tries_left:
                 raise StorageError(
@@ -291,10 +259,10 @@ class Session:
                 )
             self._save()
             self._saver.wait(self.config.saving.timeout_s)
-        if self._reporter is not None and self._everyone_knows(self._reporter.waiting):
+        if self._reporter is not None and self._talk.told(self._reporter.waiting):
             self._reporter.report()
         self._steward.exchange(flush=True)
-        self._from_rank0("finished", generation=self._steward.generation, step=state.progress.step)
+        self._talk.ask("finished", generation=self._steward.generation, step=state.progress.step)
         self._saver.close(self.config.saving.timeout_s)
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -420,25 +388,6 @@ class Session:
         }
         if self._steward.commit(save) and self._reporter is not None:
             self._reporter.committed(result.step, self._steward.generation, save["metrics"])
-
-    def _from_rank0(self, method: str, **kwargs: Any) -> Any:
-        """Rank 0 calls the tracker; every rank gets the answer, or the same error."""
-        box: list[Any] = [None, None]
-        if self._tracker is not None:
-            try:
-                box[0] = self._tracker.call(method, **kwargs)
-            except RayCkptError as error:
-                box[1] = error
-        dist.broadcast_object_list(box, src=0, group=self._talk)
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
-
-    def _everyone_knows(self, value: bool) -> bool:
-        """What rank 0 says."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._talk)
-        return bool(box[0])
 
 
 def attach(config: Config) -> Session:

@@ -1,0 +1,84 @@
+"""Bringing a training state to where its run is, from the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR
+from ray_ckpt.checkpoint.restore import load, verify_together
+from ray_ckpt.config import Config
+from ray_ckpt.errors import RestoreError
+from ray_ckpt.state import rng
+from ray_ckpt.state.train_state import TrainState
+from ray_ckpt.tracker.core import Attempt, RestorePlan
+from ray_ckpt.tracker.talk import Talk
+
+
+def resume(
+    state: TrainState,
+    config: Config,
+    talk: Talk,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    nodes: list[str],
+    first_micro_batch: int,
+) -> Attempt:
+    """Begins an attempt and restores what the tracker says; every rank calls it.
+
+    Every rank verifies its share of the checkpoint's bytes first. A checkpoint that fails is set aside by the
+    tracker, and the next older one is taken.
+
+    Args:
+        state: changed in place.
+        config: of the run.
+        talk: to the tracker.
+        group: gloo process group of all ranks.
+        device: of this rank.
+        nodes: on rank 0, node of each rank.
+        first_micro_batch: of this rank; names its random numbers when there are none to restore.
+
+    Returns:
+        The attempt.
+
+    Raises:
+        RestoreError: no checkpoint can be used although there are some, or they do not fit the state.
+    """
+    attempt: Attempt = talk.ask("begin_attempt", world_size=dist.get_world_size(), nodes=nodes)
+    started = time.monotonic()
+    plan = attempt.plan
+    while plan is not None:
+        folder = config.run_dir / CHECKPOINTS_DIR / plan.name
+        faults = verify_together(folder, plan.manifest, group)
+        if not faults:
+            exact = load(state, folder, plan.manifest, group, device, config.saving.allow_missing)
+            if not exact:
+                rng.seed_all(config.seed, state.progress.step, first_micro_batch)
+            _check_progress(state, plan, folder)
+            break
+        plan = talk.ask("reject", generation=attempt.generation, name=plan.name, faults=faults)
+    if plan is None:
+        rng.seed_all(config.seed, 0, first_micro_batch)
+    talk.ask(
+        "restored",
+        generation=attempt.generation,
+        step=state.progress.step,
+        seconds=time.monotonic() - started,
+        source=plan.name if plan else "",
+        reason=plan.reason if plan else "no checkpoint yet",
+    )
+    return attempt
+
+
+def _check_progress(state: TrainState, plan: RestorePlan, folder: Path) -> None:
+    """The state in a checkpoint must be the one that its manifest speaks of."""
+    found = (state.progress.step, state.progress.samples)
+    if found != (plan.manifest.step, plan.manifest.sample_offset):
+        raise RestoreError(
+            f"{folder}: the manifest is of step {plan.manifest.step}, the state in it of step {found[0]}. Set the "
+            "folder aside and start again: an older one will be used."
+        )

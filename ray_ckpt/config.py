@@ -246,8 +246,8 @@ def absolute_folder(value: str, option: str) -> str:
 
 
 def _words(value: object) -> tuple[str, ...]:
-    """A repeatable option as a tuple: programs may give one word alone; an empty one is none."""
-    words = (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
+    """A repeatable option as a tuple: programs may give one word or path alone; an empty one is none."""
+    words = (os.fspath(value),) if isinstance(value, str | os.PathLike) else tuple(value)  # type: ignore[arg-type]
     return () if words == ("",) else words
 
 

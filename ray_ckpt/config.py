@@ -145,7 +145,7 @@ class Config:
     storage: str = f"{DEFAULT_HOME}/runs"
     """Folder that every node sees and that keeps the runs; an absolute path."""
     data: UseAppendAction[tuple[str, ...]] = ()
-    """Folder of Parquet rows of token ids, or NAME=PATH:WEIGHT several times to mix; none uses text of any machine."""
+    """Folder of Parquet rows of token ids, or several NAME=PATH:WEIGHT to mix; none uses text that every machine has."""
     steps: int = 300
     """Optimizer steps of the whole run."""
     workers: str = "1:2"
@@ -170,7 +170,7 @@ class Config:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", _words(self.data))
+        object.__setattr__(self, "data", _paths(self.data, "--data"))
         parse_sources(self.data)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.run):
             raise ConfigError(
@@ -245,9 +245,13 @@ def absolute_folder(value: str, option: str) -> str:
     return os.path.abspath(path)  # noqa: PTH100
 
 
-def _words(value: object) -> tuple[str, ...]:
-    """A repeatable option as a tuple: programs may give one word or path alone; an empty one is none."""
-    words = (os.fspath(value),) if isinstance(value, str | os.PathLike) else tuple(value)  # type: ignore[arg-type]
+def _paths(value: object, option: str) -> tuple[str, ...]:
+    """A repeatable option as words: programs may give one path alone; an empty one is none."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    for path in values:
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"{option} {path!r}: must be a path, or NAME=PATH:WEIGHT")
+    words = tuple(os.fspath(path) for path in values)
     return () if words == ("",) else words
 
 

@@ -120,6 +120,9 @@ class TestOptions:
         path.write_text("data = 3\n")
         with pytest.raises(ConfigError, match="data = 3 must be"):
             load_toml(Config, path)
+        path.write_text("data = [3]\n")
+        with pytest.raises(ConfigError, match="--data 3: must be a path, or NAME=PATH:WEIGHT"):
+            load_toml(Config, path)
         path.write_text('data = ["/a", "/b"]\n')
         with pytest.raises(ConfigError, match=r"run\.toml: --data /a: several"):
             load_toml(Config, path)

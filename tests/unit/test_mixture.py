@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import pickle
 import time
 import tracemalloc
 from collections import Counter
@@ -404,6 +405,14 @@ def test_a_pretended_mixture_of_10_to_the_12_rows_answers_at_once():
     assert spent < 2.0
     assert peak < 40e6  # some arrays of one entry a row group
     assert set(split_ids(rows)[0].tolist()) == {0, 1}
+
+
+def test_an_order_travels_without_what_it_has_computed():
+    order = make_order([[10] * 2000, [7] * 2000], [2, 1], 4, 2, seed=1)
+    rows = order.rows_at(np.arange(50)).tolist()
+    small = pickle.dumps(order.without_caches())
+    assert len(small) < 2 * 2000 * 8 + 2000 < len(pickle.dumps(order))
+    assert pickle.loads(small).rows_at(np.arange(50)).tolist() == rows
 
 
 def test_a_source_with_less_than_a_row_for_each_stream_is_named():

@@ -145,7 +145,7 @@ class Config:
     storage: str = f"{DEFAULT_HOME}/runs"
     """Folder that every node sees and that keeps the runs; an absolute path."""
     data: UseAppendAction[tuple[str, ...]] = ()
-    """Folder of Parquet rows of token ids, or several NAME=PATH:WEIGHT to mix; none uses text that every machine has."""
+    """Folder of Parquet rows of token ids; several NAME=PATH:WEIGHT are mixed; none uses text of every machine."""
     steps: int = 300
     """Optimizer steps of the whole run."""
     workers: str = "1:2"

@@ -81,7 +81,7 @@ def train(config: PretrainConfig) -> None:
 
 def make_data(config: PretrainConfig) -> None:
     """Prepares the default text when the data folder is empty."""
-    options = prepare_module.PrepareOptions(output=config.data, seq_len=config.seq_len)
+    options = prepare_module.PrepareOptions(output=config.sources[0].path, seq_len=config.seq_len)
     prepare_module.prepare(options)
 
 

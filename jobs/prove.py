@@ -51,8 +51,8 @@ class ProveConfig(PretrainConfig):
 def main() -> int:
     """Runs the proof and tells its outcome."""
     config = ray_ckpt.resolve(parse(ProveConfig))
-    data = Path(config.data)
-    if not data.is_dir() or not any(data.iterdir()):
+    data = Path(config.sources[0].path)
+    if len(config.sources) == 1 and (not data.is_dir() or not any(data.iterdir())):
         make_data(config)
     runner: Runner = run_phases
     if config.cluster:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from tyro.conf import UseAppendAction
 
+from ray_ckpt.data.catalog import DataSource, parse_sources
 from ray_ckpt.data.plan import check_batch
 from ray_ckpt.data.reader import OnCorrupt
 from ray_ckpt.errors import ConfigError
@@ -143,8 +144,8 @@ class Config:
     """Name of the run; the same name goes on where the run was left."""
     storage: str = f"{DEFAULT_HOME}/runs"
     """Folder that every node sees and that keeps the runs; an absolute path."""
-    data: str = ""
-    """Folder of Parquet rows of token ids; empty uses text that is on every machine, below ~/ray_ckpt."""
+    data: UseAppendAction[tuple[str, ...]] = ()
+    """Folder of Parquet rows of token ids; several NAME=PATH:WEIGHT are mixed; none uses text of every machine."""
     steps: int = 300
     """Optimizer steps of the whole run."""
     workers: str = "1:2"
@@ -169,6 +170,8 @@ class Config:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data", _paths(self.data, "--data"))
+        parse_sources(self.data)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.run):
             raise ConfigError(
                 f"--run {self.run!r}: a run's name is a folder's name, of letters, digits, '.', '_' and '-' "
@@ -200,6 +203,11 @@ class Config:
             )
         low = int(match[1])
         return low, int(match[2]) if match[2] else low
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """The folders of ``data``, with their names and weights."""
+        return parse_sources(self.data)
 
     @property
     def run_dir(self) -> Path:
@@ -235,6 +243,16 @@ def absolute_folder(value: str, option: str) -> str:
         )
     # Not resolve(): links that lead to the shared folder are the user's, and stay as they are.
     return os.path.abspath(path)  # noqa: PTH100
+
+
+def _paths(value: object, option: str) -> tuple[str, ...]:
+    """A repeatable option as words: programs may give one path alone; an empty one is none."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    for path in values:
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"{option} {path!r}: must be a path, or NAME=PATH:WEIGHT")
+    words = tuple(os.fspath(path) for path in values)
+    return () if words == ("",) else words
 
 
 def _at_least(least: int, option: str, value: int) -> None:

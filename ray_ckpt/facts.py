@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.config import Config
-from ray_ckpt.data.index import load_index
+from ray_ckpt.data.catalog import Index, MixedIndex, load_data
+from ray_ckpt.data.mixture import Order, mixed_order
 from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
@@ -17,10 +18,25 @@ from ray_ckpt.tracker.identity import check_identity, fingerprint
 from ray_ckpt.view.summary import snapshot_problem
 
 
-def global_order(config: Config) -> GlobalOrder:
+def global_order(config: Config) -> Order:
     """The global order of samples that a configuration names."""
+    return order_of(load_data(config.sources), config)
+
+
+def order_of(index: Index, config: Config) -> Order:
+    """The global order of some data."""
+    if isinstance(index, MixedIndex):
+        return mixed_order(
+            [part.row_group_sizes for part in index.parts],
+            names=[source.name for source in index.sources],
+            weights=[source.weight for source in index.sources],
+            global_batch=config.global_batch,
+            micro_batch=config.micro_batch,
+            seed=config.seed,
+            window_groups=config.reading.window_groups,
+        )
     return GlobalOrder(
-        row_group_sizes=load_index(config.data).row_group_sizes,
+        row_group_sizes=index.row_group_sizes,
         global_batch=config.global_batch,
         micro_batch=config.micro_batch,
         seed=config.seed,
@@ -30,13 +46,14 @@ def global_order(config: Config) -> GlobalOrder:
 
 def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
     """Refuses what cannot work; the first start of a run writes down what must stay the same."""
-    index = load_index(config.data)
+    index = load_data(config.sources)
     if index.seq_len != config.seq_len:
+        folders = " and ".join(source.path for source in config.sources)
         raise ConfigError(
-            f"--seq-len {config.seq_len}: the rows in {config.data} have {index.seq_len} tokens. Use "
+            f"--seq-len {config.seq_len}: the rows in {folders} have {index.seq_len} tokens. Use "
             f"--seq-len {index.seq_len}, or prepare the data again with jobs/prepare.py."
         )
-    global_order(config)  # refuses data that is less than a global batch
+    order_of(index, config)  # refuses data that is less than a global batch
     names = {
         "--global-batch": config.global_batch,
         "--micro-batch": config.micro_batch,
@@ -44,7 +61,7 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         "--seed": config.seed,
         "--exact": config.exact,
         "--reading.window-groups": config.reading.window_groups,
-        "--data (fingerprint of its content)": index.fingerprint,
+        "--data (fingerprint of its content)": _data_identity(index),
         **identity,
     }
     check_identity(config.run_dir, names)
@@ -57,6 +74,14 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         parallel=config.parallel,
         versions=versions(),
     )
+
+
+def _data_identity(index: Index) -> str:
+    """What stays the same: paths may change, content, names, weights and their order may not."""
+    if not isinstance(index, MixedIndex):
+        return index.fingerprint
+    pairs = zip(index.sources, index.parts, strict=True)
+    return " ".join(f"{source.name}={part.fingerprint}:{source.weight}" for source, part in pairs)
 
 
 def tracker_options(config: Config) -> TrackerOptions:

@@ -102,7 +102,20 @@ def _values(options: object) -> dict[str, Any]:
 def _read_flags(default: T, flags: Sequence[str]) -> T:
     cls = type(default)
     about = f"{cls.__doc__ or ''}\n\n--config FILE.toml sets any option below; flags win over it."
-    return tyro.cli(cls, args=flags, default=default, description=about)
+    said: T = tyro.cli(cls, args=flags, default=default, description=about)
+    return _only_said(default, said)
+
+
+def _only_said(default: T, said: T) -> T:
+    """Without what repeatable flags were appended to: flags win over a file, they do not add to it."""
+    before, after = _values(default), _values(said)
+    changes: dict[str, Any] = {}
+    for name, value in after.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            changes[name] = _only_said(before[name], value)
+        elif isinstance(value, tuple) and len(value) > len(before[name]):
+            changes[name] = value[len(before[name]) :]
+    return replace(said, **changes)  # type: ignore[type-var]
 
 
 def _read_toml(default: T, path: Path) -> T:
@@ -134,8 +147,9 @@ def _fill(default: T, values: Mapping[str, Any], where: str, prefix: str) -> T:
         else:
             if isinstance(now, float) and type(value) is int:
                 value = float(value)
-            if isinstance(now, tuple) and type(value) is list:
-                value = tuple(value)
+            if isinstance(now, tuple):  # one word is a list of one
+                value = (value,) if type(value) is str else value
+                value = tuple(value) if type(value) is list else value
             rule = _misfit(value, now, hints[name])
             if rule:
                 raise ConfigError(f"{where}: {prefix}{key} = {value!r} must be {rule}")

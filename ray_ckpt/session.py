@@ -35,14 +35,14 @@ from ray_ckpt.batch import Batch, MicroStep
 from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
 from ray_ckpt.config import Config
+from ray_ckpt.data.catalog import load_data
 from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
-from ray_ckpt.data.index import load_index
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.replaced import RecordedFeed
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
 from ray_ckpt.errors import StorageError
-from ray_ckpt.facts import check_run, global_order, tracker_options
+from ray_ckpt.facts import check_run, order_of, tracker_options
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
 from ray_ckpt.state import rng
@@ -75,14 +75,14 @@ class Session:
     ) -> None:
         self.config, self.device = config, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.index = load_index(config.data)
+        self.index = load_data(config.sources)
         self.plan = BatchPlan(
             global_batch=config.global_batch,
             micro_batch=config.micro_batch,
             world_size=self.world_size,
             rank=self.rank,
         )
-        self.order = global_order(config)
+        self.order = order_of(self.index, config)
         timeout = timedelta(seconds=config.saving.timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._talk = Talk(tracker, dist.new_group(backend="gloo", timeout=timeout))

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, usable
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
-from ray_ckpt.data.index import load_index
+from ray_ckpt.data.catalog import Index, MixedIndex, load_data, parse_sources
+from ray_ckpt.data.mixture import MixedOrder, Order
 from ray_ckpt.errors import ConfigError, RayCkptError
-from ray_ckpt.facts import check_run, global_order, tracker_options
+from ray_ckpt.facts import check_run, order_of, tracker_options
 from ray_ckpt.local_ray import cluster
 from ray_ckpt.tracker.client import RayTracker
 from ray_ckpt.tracker.core import RunFacts
@@ -33,8 +34,10 @@ def resolve(config: C) -> C:
         ConfigError: a folder that a job cannot use.
     """
     storage = absolute_folder(config.storage, "--storage")
-    data = config.data or f"{DEFAULT_HOME}/data/stdlib-{platform.python_version()}-{config.seq_len}"
-    return replace(config, storage=storage, data=absolute_folder(data, "--data"))
+    default = f"{DEFAULT_HOME}/data/stdlib-{platform.python_version()}-{config.seq_len}"
+    sources = config.sources or parse_sources([default])
+    data = (str(replace(s, path=absolute_folder(s.path, "--data"))) for s in sources)
+    return replace(config, storage=storage, data=tuple(data))
 
 
 def run(
@@ -50,7 +53,7 @@ def run(
         config: resolved options of the run (see :func:`resolve`).
         train: the training function; called on every worker with ``config``.
         identity: more options that must stay the same for the life of the run, by name.
-        prepare: makes the data when its folder is missing or empty.
+        prepare: makes the data when its folder (only one) is missing or empty.
 
     Returns:
         Exit code: 0 when the run is complete.
@@ -58,7 +61,9 @@ def run(
     Raises:
         RayCkptError: a mistake in the options (``ConfigError``), or a run that could not go on.
     """
-    unprepared = prepare is not None and _is_empty(config.data)
+    # Only one folder can be what is prepared: those of a mixture must be there.
+    sources = config.sources
+    unprepared = prepare is not None and len(sources) == 1 and _is_empty(sources[0].path)
     if not unprepared:
         facts = check_run(config, identity or {})  # before a cluster is started for nothing
         if _complete(config):
@@ -149,13 +154,12 @@ def _is_empty(folder: str) -> bool:
 
 
 def _opening(config: Config, context: Any) -> str:
-    index, order = load_index(config.data), global_order(config)
+    index = load_data(config.sources)
     url = getattr(context, "dashboard_url", None)
     lines = [
         f"run {config.run!r}: {config.steps} steps of {config.global_batch} samples, {config.workers} workers, "
         f"{config.parallel}",
-        f"data {config.data}: {index.num_rows} rows, {order.steps_per_epoch} steps an epoch, "
-        f"{order.dropped_rows} rows left out of each",
+        *_describe(config, index, order_of(index, config)),
         f"storage {config.run_dir}",
     ]
     if url:
@@ -163,3 +167,21 @@ def _opening(config: Config, context: Any) -> str:
             f"dashboard http://{url} (actor ray_ckpt.tracker:{config.run}, Logs: ray_ckpt-{config.run}.log)"
         )
     return "\n".join(lines)
+
+
+def _describe(config: Config, index: Index, order: Order) -> list[str]:
+    """The lines about the data: one, or one for each source of a mixture."""
+    if not isinstance(index, MixedIndex) or not isinstance(order, MixedOrder):
+        assert not isinstance(order, MixedOrder)
+        return [
+            f"data {config.sources[0].path}: {index.num_rows} rows, {order.steps_per_epoch} steps an epoch, "
+            f"{order.dropped_rows} rows left out of each"
+        ]
+    lines = [f"data: {len(index.sources)} sources, mixed in every {order.block_rows} rows"]
+    for number, (source, part) in enumerate(zip(index.sources, order.parts, strict=True)):
+        lines.append(
+            f"  {source.name} {source.path}: {part.num_rows} rows, "
+            f"{source.weight / order.block_rows:.2%} of the samples, "
+            f"{order.epoch_steps(number):.1f} steps an epoch, {part.dropped_rows} rows left out of each"
+        )
+    return lines

@@ -8,7 +8,6 @@ cost more than reading the rows.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ray_ckpt.data.merge import Arrays, Merge, Rows
+from ray_ckpt.data.mixture import MixedOrder, Order, split_ids
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.reader import POSITION, ROW, STREAM, TOKENS, list_matrix, token_matrix
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,12 @@ class _Stream:
 
     def __init__(self, plan: BatchPlan, number: int, row: int) -> None:
         self._plan, self._number, self._row = plan, number, row
-        self._blocks: deque[Arrays] = deque()
-        self.held = 0
+        self._rows = Rows()
+
+    @property
+    def held(self) -> int:
+        """Rows that are there and next."""
+        return self._rows.held
 
     def push(self, arrays: Arrays) -> None:
         """Takes the next rows, if they are the next."""
@@ -72,32 +75,45 @@ class _Stream:
                 "transforms must keep rows, their order and the position column."
             )
         self._row += len(positions)
-        self.held += len(positions)
-        self._blocks.append(arrays)
+        self._rows.push(arrays, len(positions))
 
     def take(self, count: int) -> Arrays:
         """Takes ``count`` rows, which must be there, from the front."""
-        self.held -= count
-        parts: list[Arrays] = []
-        while count:
-            block = self._blocks[0]
-            length = len(block[POSITION])
-            if length > count:
-                parts.append({name: values[:count] for name, values in block.items()})
-                self._blocks[0] = {name: values[count:] for name, values in block.items()}
-                break
-            parts.append(self._blocks.popleft())
-            count -= length
-        if len(parts) == 1:
-            return parts[0]
-        names = set(parts[0]).intersection(*parts[1:])
-        return {name: np.concatenate([part[name] for part in parts]) for name in names}
+        return self._rows.take(count)
+
+
+class _MixedStream(_Stream):
+    """A stream whose rows come from several sources, each in its own order."""
+
+    def __init__(self, plan: BatchPlan, number: int, row: int, order: MixedOrder) -> None:
+        super().__init__(plan, number, row)
+        self._merge, self._sources = Merge(order, number, row), len(order.parts)
+
+    def push(self, arrays: Arrays) -> None:
+        """Takes rows; those whose turn has come are checked as in any stream."""
+        for source, part in _cut(split_ids(arrays[ROW])[0], arrays):
+            if not 0 <= source < self._sources:
+                raise RuntimeError(
+                    f"the feed has a row of source {source}, the mixture has {self._sources}. Data transforms "
+                    "must keep the row column."
+                )
+            self._merge.push(source, part, len(part[ROW]))
+        for merged in self._merge.pull():
+            super().push(merged)
 
 
 def assemble(
-    tables: Iterable[pa.Table], plan: BatchPlan, seq_len: int, start_step: int, stop_step: int
+    tables: Iterable[pa.Table],
+    plan: BatchPlan,
+    seq_len: int,
+    start_step: int,
+    stop_step: int,
+    *,
+    order: Order | None = None,
 ) -> Iterator[list[MicroBatch]]:
     """Cuts a rank's stream of tables into micro-batches.
+
+    With the ``order`` of a mixture the rows of a stream are merged from its sources first.
 
     Every row is checked to be the one that the order puts at this place: a block that came late, early
     or twice stops the run instead of being trained on.
@@ -107,7 +123,13 @@ def assemble(
         DataError: rows without the right number of tokens.
     """
     source = iter(tables)
-    streams = {j: _Stream(plan, j, start_step * plan.micro_batch) for j in plan.micro_batches}
+    first = start_step * plan.micro_batch
+    streams = {
+        j: _MixedStream(plan, j, first, order)
+        if isinstance(order, MixedOrder)
+        else _Stream(plan, j, first)
+        for j in plan.micro_batches
+    }
     for step in range(start_step, stop_step):
         batch = []
         for j, stream in streams.items():
@@ -163,8 +185,12 @@ def _arrays(table: pa.Table, seq_len: int) -> Arrays:
 
 def _by_stream(arrays: Arrays) -> Iterator[tuple[int, Arrays]]:
     """Cuts a block where the stream changes: blocks may have been joined on the way."""
-    streams = arrays.pop(STREAM)
-    cuts = [0, *(np.flatnonzero(np.diff(streams)) + 1).tolist(), len(streams)]
+    return _cut(arrays.pop(STREAM), arrays)
+
+
+def _cut(keys: npt.NDArray[np.int64], arrays: Arrays) -> Iterator[tuple[int, Arrays]]:
+    """Cuts a block where the key of its rows changes."""
+    cuts = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)]
     for low, high in itertools.pairwise(cuts):
         if high > low:
-            yield int(streams[low]), {name: values[low:high] for name, values in arrays.items()}
+            yield int(keys[low]), {name: values[low:high] for name, values in arrays.items()}

@@ -34,8 +34,8 @@ import numpy as np
 import pyarrow as pa
 
 from ray_ckpt.data.assemble import MicroBatch, assemble
-from ray_ckpt.data.index import DataIndex
-from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.data.catalog import Index
+from ray_ckpt.data.mixture import Order
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.reader import OnCorrupt, Read, plan_reads, read_span
 
@@ -69,8 +69,8 @@ class LocalFeed:
         on_corrupt: what to do about a damaged row group (:func:`ray_ckpt.data.reader.read_span`).
     """
 
-    index: DataIndex
-    order: GlobalOrder
+    index: Index
+    order: Order
     plan: BatchPlan
     transform: Transform | None = None
     on_corrupt: OnCorrupt = "fatal"
@@ -82,7 +82,9 @@ class LocalFeed:
         tables = (
             transform(read_span(self.index, self.order, read, self.on_corrupt)) for read in reads
         )
-        return assemble(tables, self.plan, self.index.seq_len, start_step, stop_step)
+        return assemble(
+            tables, self.plan, self.index.seq_len, start_step, stop_step, order=self.order
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +103,8 @@ class RayFeed:
         on_corrupt: what to do about a damaged row group (:func:`ray_ckpt.data.reader.read_span`).
     """
 
-    index: DataIndex
-    order: GlobalOrder
+    index: Index
+    order: Order
     plan: BatchPlan
     rows_per_task: int = 16384
     read_tasks: int = 2
@@ -113,7 +115,14 @@ class RayFeed:
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MicroBatch]]:
         """See :meth:`Feed.steps`."""
         reads = plan_reads(self.order, self.plan.micro_batches, start_step, stop_step)
-        return assemble(self._tables(reads), self.plan, self.index.seq_len, start_step, stop_step)
+        return assemble(
+            self._tables(reads),
+            self.plan,
+            self.index.seq_len,
+            start_step,
+            stop_step,
+            order=self.order,
+        )
 
     def _tables(self, reads: Iterator[Read]) -> Iterator[pa.Table]:
         """The blocks of one dataset after the other, each started before the last one is used up."""

@@ -90,6 +90,11 @@ class DataIndex:
         object.__setattr__(self, "_ends", tuple(ends))
 
     @property
+    def parts(self) -> tuple[DataIndex]:
+        """The index of each source: data that is no mixture is its own only source."""
+        return (self,)
+
+    @property
     def num_rows(self) -> int:
         """Rows in all files."""
         return sum(sum(file.row_groups) for file in self.files)
@@ -222,6 +227,11 @@ def content_fingerprint(
     parts: list[object] = [INDEX_SCHEMA, seq_len, dtype]
     for file, digest in zip(files, token_digests, strict=True):
         parts += [file.path, *file.row_groups, digest]
+    return _digest(parts)
+
+
+def combined_fingerprint(parts: Iterable[object]) -> str:
+    """Digest of several sources of data, from words and numbers that say what each is."""
     return _digest(parts)
 
 

@@ -39,7 +39,7 @@ Looking up a position costs a binary search among row groups; nothing has the le
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -152,6 +152,27 @@ class GlobalOrder:
     def stream_rows(self) -> int:
         """Rows of one stream in one epoch."""
         return self.steps_per_epoch * self.micro_batch
+
+    @property
+    def parts(self) -> tuple[GlobalOrder]:
+        """The order of each source: data that is no mixture is its own only source."""
+        return (self,)
+
+    def without_caches(self) -> GlobalOrder:
+        """The same order, small enough to travel."""
+        return replace(self, _layouts={})
+
+    def rows_before(self, stream: int, row: int) -> list[int]:
+        """Rows of each source among the first ``row`` rows of a stream."""
+        return [row]
+
+    def stream_places(self, stream: int, source: int, low: int, high: int) -> Int64s:
+        """Rows of a stream (since the run began) that take the rows ``[low, high)`` of a source's stream."""
+        return np.arange(low, high, dtype=np.int64)
+
+    def epoch_at(self, position: int) -> int:
+        """Epoch of the sample at a global position."""
+        return position // (self.steps_per_epoch * self.global_batch)
 
     def layout(self, epoch: int) -> EpochLayout:
         """The permuted row space of an epoch; the last two epochs asked for are kept."""

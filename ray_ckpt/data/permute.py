@@ -36,6 +36,11 @@ def _round(half: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
+def draws(x: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    """64 pseudo-random bits for each number: places in the SplitMix64 sequence named by ``key``."""
+    return _round(x * np.uint64(0x9E3779B97F4A7C15), mix(key))
+
+
 def permute(x: npt.ArrayLike, n: int, key: int) -> npt.NDArray[np.int64]:
     """Maps positions to their places in the order of ``range(n)`` named by ``key``.
 

@@ -16,7 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ray_ckpt.data.catalog import Index
 from ray_ckpt.data.index import DataError, DataIndex
+from ray_ckpt.data.mixture import Order, row_ids
 from ray_ckpt.data.order import GlobalOrder, Int64s, Span
 from ray_ckpt.data.permute import mix, permute
 from ray_ckpt.data.rowgroup import DamagedRowGroup, read_row_group
@@ -42,50 +44,66 @@ class Read:
         span: the window of one stream.
         start: first wanted row of the span.
         stop: one past the last.
+        source: whose span it is, in a mixture.
     """
 
     span: Span
     start: int
     stop: int
+    source: int = 0
 
 
 def plan_reads(
-    order: GlobalOrder, streams: Iterable[int], start_step: int, stop_step: int
+    order: Order, streams: Iterable[int], start_step: int, stop_step: int
 ) -> Iterator[Read]:
     """The reads that feed the given streams through the global steps ``[start_step, stop_step)``.
 
     They come in the order in which training needs their first row, so that a consumer that takes them
-    one after the other holds at most one span per stream. Nothing is made ahead of its use.
+    one after the other holds at most one span per stream and source. Nothing is made ahead of its use.
     """
-    streams = tuple(streams)
-    b, per_epoch = order.micro_batch, order.steps_per_epoch
-    queue = [(start_step, j) for j in streams] if start_step < stop_step else []
-    row = dict.fromkeys(streams, start_step * b)  # rows of the stream since the run began
+    b = order.micro_batch
+    queue: list[_Need] = []
+    if start_step < stop_step:
+        for j in streams:
+            rows = order.rows_before(j, start_step * b)
+            stops = order.rows_before(j, stop_step * b)
+            for source, (row, stop) in enumerate(zip(rows, stops, strict=True)):
+                if row < stop:
+                    queue.append(_need(order, j, source, row, stop))
     heapq.heapify(queue)
     while queue:
-        _, stream = heapq.heappop(queue)
-        epoch, offset = divmod(row[stream], per_epoch * b)
-        span = order.span_at(epoch, stream, offset)
+        *_, stream, _, source, row, end = heapq.heappop(queue)
+        part = order.parts[source]
+        epoch, offset = divmod(row, part.stream_rows)
+        span = part.span_at(epoch, stream, offset)
         start = offset - span.offset
-        stop = min(span.num_rows, start + stop_step * b - row[stream])
-        yield Read(span=span, start=start, stop=stop)
-        row[stream] += stop - start
-        if row[stream] < stop_step * b:
-            heapq.heappush(queue, (row[stream] // b, stream))
+        stop = min(span.num_rows, start + end - row)
+        yield Read(span=span, start=start, stop=stop, source=source)
+        row += stop - start
+        if row < end:
+            heapq.heappush(queue, _need(order, stream, source, row, end))
 
 
-def read_span(
-    index: DataIndex, order: GlobalOrder, read: Read, on_corrupt: OnCorrupt = "fatal"
-) -> pa.Table:
+# Step, stream and row of the micro-batch that needs it; source, its next row, and one past its last.
+_Need = tuple[int, int, int, int, int, int]
+
+
+def _need(order: Order, stream: int, source: int, row: int, stop: int) -> _Need:
+    place = int(order.stream_places(stream, source, row, row + 1)[0])
+    step, rest = divmod(place, order.micro_batch)
+    return step, stream, rest, source, row, stop
+
+
+def read_span(index: Index, order: Order, read: Read, on_corrupt: OnCorrupt = "fatal") -> pa.Table:
     """Reads one span in training order; every row group of it is read once.
 
     Args:
         index: the data.
         order: its global order.
         read: what to read.
-        on_corrupt: "replace" puts the rows of another row group, drawn from (seed, epoch, row group), in
-            the place of a damaged one. The order keeps its length and stays the same for any world; the
-            rows that stand in are trained on twice in the epoch.
+        on_corrupt: "replace" puts the rows of another row group of the source, drawn from (seed, epoch, row
+            group), in the place of a damaged one. The order keeps its length and stays the same for any
+            world; the rows that stand in are trained on twice in the epoch.
 
     Returns:
         Table of ``read.stop - read.start`` rows: ``tokens`` (list of integers), ``row`` (int64, row id),
@@ -95,39 +113,59 @@ def read_span(
     Raises:
         DataError: a row group that cannot be read, or whose row count is not the index's.
     """
-    layout = order.layout(read.span.epoch)
-    permuted, _ = order.span_rows(read.span)
+    part, part_index = order.parts[read.source], index.parts[read.source]
+    layout = part.layout(read.span.epoch)
+    permuted, _ = part.span_rows(read.span)
     wanted = permuted[read.start : read.stop]
     places = np.unique(np.searchsorted(layout.starts, wanted, side="right") - 1)
-    tables, row_ids, meant, origins = [], [], [], []
+    tables, row_numbers, meant, origins = [], [], [], []
     for place in places.tolist():
         group = int(layout.groups[place])
-        first = int(order.group_starts[group])
-        size = int(order.row_group_sizes[group])
+        first = int(part.group_starts[group])
+        size = int(part.row_group_sizes[group])
         own = np.arange(first, first + size, dtype=np.int64)
         try:
             # Row ids are counted here, beside the bytes, and travel with them through every shuffle.
-            table, rows = read_row_group(index, group), own
+            table, rows = read_row_group(part_index, group), own
         except DamagedRowGroup as error:
             if on_corrupt == "fatal":
                 raise
-            table, rows = _stand_in(index, order, read.span.epoch, group, error)
+            table, rows = _stand_in(part_index, part, read.span.epoch, group, error)
         tables.append(table)
-        row_ids.append(rows)
+        row_numbers.append(rows)
         meant.append(own)
         origins.append(np.arange(layout.starts[place], layout.starts[place + 1], dtype=np.int64))
     at = np.searchsorted(np.concatenate(origins), wanted)
-    rows = np.concatenate(row_ids)[at]
+    rows = np.concatenate(row_numbers)[at]
     columns = {
-        TOKENS: pa.concat_tables(tables).take(at).column(0),
-        ROW: rows,
-        POSITION: order.positions(read.span)[read.start : read.stop],
+        TOKENS: _tokens(pa.concat_tables(tables).take(at).column(0), index),
+        ROW: row_ids(read.source, rows),
+        POSITION: _positions(order, read),
         STREAM: np.full(len(rows), read.span.stream, dtype=np.int64),
     }
     if on_corrupt == "replace":
         own = np.concatenate(meant)[at]
-        columns[REPLACED] = np.where(own == rows, -1, own)
+        columns[REPLACED] = np.where(own == rows, -1, row_ids(read.source, own))
     return pa.table(columns)
+
+
+def _positions(order: Order, read: Read) -> Int64s:
+    """Global positions of the rows of a read."""
+    span, b = read.span, order.micro_batch
+    low = span.epoch * order.parts[read.source].stream_rows + span.offset
+    places = order.stream_places(span.stream, read.source, low + read.start, low + read.stop)
+    return places // b * order.global_batch + span.stream * b + places % b
+
+
+def _tokens(column: pa.ChunkedArray, index: Index) -> pa.ChunkedArray | pa.Array:
+    """Tokens of a source in the one type of its mixture: Ray Data takes blocks of one schema."""
+    if len(index.parts) == 1:
+        return column
+    dtype = np.dtype(index.dtype)
+    if column.type == pa.list_(pa.from_numpy_dtype(dtype), index.seq_len):
+        return column
+    flat = token_matrix(column, index.seq_len).astype(dtype).ravel()
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat), index.seq_len)
 
 
 def _stand_in(

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from ray_ckpt.data.assemble import MicroBatch
+from ray_ckpt.data.catalog import Index
 from ray_ckpt.data.feed import Feed
-from ray_ckpt.data.index import DataIndex
-from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.data.mixture import Order, split_ids
 from ray_ckpt.data.reader import REPLACED
 
 REPLACED_NAME = "replaced_rows.jsonl"
@@ -41,22 +41,22 @@ class RecordedFeed:
     """
 
     feed: Feed
-    index: DataIndex
-    order: GlobalOrder
+    index: Index
+    order: Order
     run_dir: Path
     facts: Mapping[str, Any]
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MicroBatch]]:
         """See :meth:`Feed.steps`."""
-        known: set[tuple[int, int]] = set()
+        known: set[tuple[int, int, int]] = set()
         for step, batch in enumerate(self.feed.steps(start_step, stop_step), start_step):
-            for met in sorted(set(self._damaged(step, batch)) - known):
+            for met in sorted(set(self._damaged(batch)) - known):
                 known.add(met)
                 self._write(step, *met)
             yield batch
 
-    def _damaged(self, step: int, batch: Sequence[MicroBatch]) -> Iterator[tuple[int, int]]:
-        """(epoch, row group) of each row of a step that stands in for another."""
+    def _damaged(self, batch: Sequence[MicroBatch]) -> Iterator[tuple[int, int, int]]:
+        """(source, epoch of it, row group) of each row of a step that stands in for another."""
         for micro in batch:
             if REPLACED not in micro.columns:
                 raise RuntimeError(
@@ -64,19 +64,23 @@ class RecordedFeed:
                     "rows stand in for damaged ones."
                 )
             lost = micro.columns[REPLACED]
-            groups = np.searchsorted(self.order.group_starts, lost[lost >= 0], side="right") - 1
-            for group in groups.tolist():
-                yield step // self.order.steps_per_epoch, group
+            sources, rows = split_ids(lost[lost >= 0])
+            positions = micro.positions[lost >= 0]
+            for source, row, position in zip(sources, rows, positions, strict=True):
+                starts = self.order.parts[source].group_starts
+                group = int(np.searchsorted(starts, row, side="right")) - 1
+                yield int(source), self.order.epoch_at(int(position)), group
 
-    def _write(self, step: int, epoch: int, group: int) -> None:
-        path, local = self.index.locate(group)
+    def _write(self, step: int, source: int, epoch: int, group: int) -> None:
+        part = self.index.parts[source]
+        path, local = part.locate(group)
         line = {
             "time": time.time(),
             "step": step + 1,
             "epoch": epoch,
             "file": path,
             "row_group": local,
-            "rows": self.index.rows_in(group),
+            "rows": part.rows_in(group),
             **self.facts,
         }
         logger.warning("step %d: other rows stand in for row group %d of %s", step + 1, local, path)

@@ -17,6 +17,8 @@ what was trained.
 
 Inside a step the ranks have done different parts of a global batch, and no global offset says so: such
 a state is good for the same world size only.
+
+It is for one source of data: rows of a mixture are not indices of one dataset.
 """
 
 from __future__ import annotations

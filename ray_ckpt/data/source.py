@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import ray.data
 from ray.data import Datasource, ExecutionResources, ReadTask, TaskPoolStrategy
 from ray.data.block import BlockMetadata
 
-from ray_ckpt.data.index import DataIndex
-from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.data.catalog import Index
+from ray_ckpt.data.mixture import Order
 from ray_ckpt.data.reader import OnCorrupt, Read, read_span
 
 SPARE_BLOCKS = 2
@@ -26,15 +25,15 @@ class GlobalOrderSource(Datasource):
 
     def __init__(
         self,
-        index: DataIndex,
-        order: GlobalOrder,
+        index: Index,
+        order: Order,
         tasks: Sequence[Sequence[Read]],
         on_corrupt: OnCorrupt = "fatal",
     ) -> None:
         super().__init__()
         self._index, self._tasks, self._on_corrupt = index, tasks, on_corrupt
         # Without the cached layouts: every task would carry them.
-        self._order = replace(order, _layouts={})
+        self._order = order.without_caches()
 
     def get_name(self) -> str:
         return "GlobalOrder"
@@ -80,8 +79,8 @@ def _reader(
 
 
 def ordered_dataset(
-    index: DataIndex,
-    order: GlobalOrder,
+    index: Index,
+    order: Order,
     tasks: Sequence[Sequence[Read]],
     *,
     read_tasks: int,

@@ -18,7 +18,10 @@ import pytest
 import ray
 from ray import cloudpickle
 
+from ray_ckpt import facts
+from ray_ckpt.config import Config
 from ray_ckpt.data import feed as feed_module
+from ray_ckpt.data.catalog import load_data
 from ray_ckpt.data.feed import LocalFeed, RayFeed
 from ray_ckpt.data.index import DataIndex, load_index
 from ray_ckpt.data.order import GlobalOrder
@@ -201,3 +204,33 @@ def test_an_error_of_the_data_ends_the_feed_with_its_words(folder, tmp_path):
     victim.write_bytes(content[: len(content) // 2] + content[-8:])
     with pytest.raises(Exception, match=rf"{victim}: row group \d+ cannot be read"):
         list(ray_feed(index).steps(0, 400))
+
+
+def test_a_mixture_comes_through_ray_as_its_order_says(folder: Path, tmp_path: Path) -> None:
+    """Two sources of other sizes, through several of the smaller one's epochs, on ranks that do not divide V."""
+    small = tmp_path / "small"
+    small.mkdir()
+    flat = pa.array(np.repeat(np.arange(300), SEQ_LEN).astype(np.int32))
+    table = pa.table({"tokens": pa.FixedSizeListArray.from_arrays(flat, SEQ_LEN)})
+    pq.write_table(table, small / "part.parquet", row_group_size=70)
+    config = Config(
+        data=(f"web={folder}:5", f"code={small}:2"),
+        global_batch=G,
+        micro_batch=B,
+        seq_len=SEQ_LEN,
+        workers="1",
+    )
+    index = load_data(config.sources)
+    order = facts.order_of(index, config)
+    positions, rows = [], []
+    for rank in range(3):
+        feed = RayFeed(index=index, order=order, plan=plan(3, rank), rows_per_task=200)
+        for step in feed.steps(3, 43):
+            for micro in step:
+                positions.append(micro.positions)
+                rows.append(micro.rows)
+    found = np.concatenate(positions)
+    assert np.array_equal(np.sort(found), np.arange(3 * G, 43 * G))
+    assert np.array_equal(np.concatenate(rows), order.rows_at(found))
+    from_small = np.concatenate(rows) >> 48 == 1
+    assert from_small.mean() == pytest.approx(2 / 7, abs=0.02)

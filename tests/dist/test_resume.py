@@ -34,6 +34,20 @@ def digests(config: Any) -> list[str]:
     return [line["sample_digest"] for line in history(config).values()]
 
 
+def expected_digests(config: Any, steps: int) -> list[str]:
+    """What the digests of a run's first steps should be, from its global order alone."""
+    order = global_order(config)
+    found = []
+    for step in range(steps):
+        rows = order.rows_at(np.arange(10 * step, 10 * step + 10)).reshape(5, 2)
+        micros = [
+            MicroBatch(index=j, tokens=np.empty((0, 0), np.int64), rows=r, positions=r)
+            for j, r in enumerate(rows)
+        ]
+        found.append(f"{digest_samples(micros):016x}")
+    return found
+
+
 @pytest.mark.parametrize(
     ("parallel", "world"), [("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
 )
@@ -62,15 +76,7 @@ def test_every_world_sees_the_same_samples_in_the_same_order(folder: Path) -> No
         config = make_config(folder, run=f"w{world}", steps=7)
         run_world(train, world, config)
         seen[world] = digests(config)
-    order = global_order(make_config(folder))
-    expected = []
-    for step in range(7):
-        rows = order.rows_at(np.arange(10 * step, 10 * step + 10)).reshape(5, 2)
-        micros = [
-            MicroBatch(index=j, tokens=np.empty((0, 0), np.int64), rows=r, positions=r)
-            for j, r in enumerate(rows)
-        ]
-        expected.append(f"{digest_samples(micros):016x}")
+    expected = expected_digests(make_config(folder), 7)
     assert all(found == expected for found in seen.values())
 
 
@@ -110,3 +116,20 @@ def test_resumes_before_at_and_after_an_epochs_end_lose_and_repeat_nothing(folde
     assert starts == [0, 4, 5, 6, 9, 10, 11]
     assert digests(config) == digests(whole)
     assert [line["step"] for line in read_lines(config.run_dir / STEPS_NAME)] == list(range(1, 13))
+
+
+def test_a_mixture_is_the_same_for_every_world_and_around_its_sources_epochs(folder: Path) -> None:
+    make_data(
+        folder / "more", [3, 4, 0, 5]
+    )  # 12 rows: an epoch of 2 rows a stream, 3 steps at one row in 3
+    data = (f"most={folder / 'data'}:2", f"more={folder / 'more'}:1")
+    every_step = PolicyConfig(interval_steps=1)
+    whole = make_config(folder, run="whole", data=data, steps=8, policy=every_step)
+    run_world(train, 1, whole)
+    config = make_config(folder, run="mixed", data=data, steps=8, policy=every_step)
+    starts = []
+    for world, stop in ((2, 2), (1, 3), (2, 4), (3, None)):
+        starts.append(run_world(train, world, config, stop)[0]["started"])
+    assert starts == [0, 2, 3, 4]
+    assert digests(config) == digests(whole)
+    assert digests(whole) == expected_digests(config, 8)

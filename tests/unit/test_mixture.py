@@ -149,7 +149,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(groups, make_order(groups, weights, v, b, seed=seed, window_groups=window))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(worlds(), st.integers(0, 10**12), st.data())
 def test_every_block_of_a_stream_has_the_exact_proportions(world, block, data):
     order = world.order
@@ -173,7 +173,7 @@ def test_what_is_trained_has_the_exact_proportions():
         assert len({tuple(block) for block in sources}) > 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(worlds(), st.integers(0, 10**12), st.data())
 def test_rows_of_a_stream_and_of_its_sources_are_found_from_each_other(world, first, data):
     order = world.order
@@ -191,7 +191,7 @@ def test_rows_of_a_stream_and_of_its_sources_are_found_from_each_other(world, fi
             assert found.tolist() == places.tolist()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), st.data())
 def test_any_history_of_worlds_trains_the_mixture_once(world, data):
     step = data.draw(st.sampled_from([0, 0, 1, 1000, 10**9]), label="start")
@@ -268,7 +268,7 @@ def test_sources_of_different_size_begin_new_epochs_at_different_times():
     assert epochs[-1] == [(13 * w - 1) // n for w, n in zip(order.weights, rows, strict=True)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(worlds(), st.data())
 def test_reads_come_in_the_order_of_need_and_hold_one_span_a_stream_and_source(world, data):
     order, b = world.order, world.order.micro_batch

@@ -219,7 +219,7 @@ def test_no_step_reads_nothing():
     assert not world.reads
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(worlds(), st.data())
 def test_reads_come_in_the_order_of_need_and_hold_one_span_a_stream(world, data):
     low = data.draw(st.integers(0, world.v - 1))
@@ -247,7 +247,7 @@ def test_streams_may_be_any_iterable():
     assert list(plan_reads(order, iter([1, 2]), 0, 3)) == list(plan_reads(order, [1, 2], 0, 3))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(worlds(), st.integers(1, 60))
 def test_read_tasks_keep_every_read_in_order(world, rows_per_task):
     reads = list(plan_reads(world.order, range(world.v), 1, 9))
@@ -280,7 +280,7 @@ def assembled(blocks: Iterable[pa.Table], stop: int) -> Iterator[int]:
             yield from micro.rows.tolist()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_blocks_may_be_joined_and_cut_anywhere(data):
     blocks = blocks_of(PLAN.micro_batches, 16)
@@ -295,7 +295,7 @@ def test_blocks_may_be_joined_and_cut_anywhere(data):
     assert list(assembled(pieces, 16)) == list(assembled(blocks, 16))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(["twice", "swapped", "late", "lost", "rows swapped", "row lost"]), st.data())
 def test_a_block_twice_late_lost_or_out_of_order_is_never_trained_on(fault, data):
     blocks = list(blocks_of(PLAN.micro_batches, 16))

@@ -72,7 +72,7 @@ def expected(order: GlobalOrder, start: int, stop: int) -> list[list[int]]:
     return order.rows_at(np.arange(start * G, stop * G)).reshape(-1, G).tolist()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.integers(0, 25), min_size=1, max_size=12),
     st.integers(0, 30),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, usable
+from ray_ckpt.checkpoint.manifest import list_checkpoints, usable
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data, parse_sources
 from ray_ckpt.data.mixture import MixedOrder, Order
@@ -22,6 +22,7 @@ from ray_ckpt.facts import check_run, order_of, tracker_options
 from ray_ckpt.local_ray import cluster
 from ray_ckpt.tracker.client import RayTracker
 from ray_ckpt.tracker.core import RunFacts
+from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.view.summary import summary
 
 C = TypeVar("C", bound=Config)
@@ -34,10 +35,15 @@ def resolve(config: C) -> C:
         ConfigError: a folder that a job cannot use.
     """
     storage = absolute_folder(config.storage, "--storage")
-    default = f"{DEFAULT_HOME}/data/stdlib-{platform.python_version()}-{config.seq_len}"
-    sources = config.sources or parse_sources([default])
+    sources = config.sources or parse_sources([default_data(config)])
     data = (str(replace(s, path=absolute_folder(s.path, "--data"))) for s in sources)
     return replace(config, storage=storage, data=tuple(data))
+
+
+def default_data(config: Config) -> str:
+    """Where the default data is: text that is on every machine, in rows of the run's length."""
+    name = f"stdlib-{platform.python_version()}-{config.seq_len}"
+    return str(Path(DEFAULT_HOME).expanduser() / "data" / name)
 
 
 def run(
@@ -53,7 +59,7 @@ def run(
         config: resolved options of the run (see :func:`resolve`).
         train: the training function; called on every worker with ``config``.
         identity: more options that must stay the same for the life of the run, by name.
-        prepare: makes the data when its folder (only one) is missing or empty.
+        prepare: makes the default data, when its folder is missing or empty.
 
     Returns:
         Exit code: 0 when the run is complete.
@@ -63,11 +69,14 @@ def run(
     """
     # Only one folder can be what is prepared: those of a mixture must be there.
     sources = config.sources
-    unprepared = prepare is not None and len(sources) == 1 and _is_empty(sources[0].path)
+    default = len(sources) == 1 and sources[0].path == default_data(config)
+    # Nor does a mistyped path mean "train on the default text".
+    unprepared = prepare is not None and default and _is_empty(sources[0].path)
     if not unprepared:
         facts = check_run(config, identity or {})  # before a cluster is started for nothing
         if _complete(config):
             return 0
+    RunLock(config.run_dir).close()  # refused here in words; the tracker holds it
     num_cpus = math.ceil(config.worker_range[1] * config.elastic.cpus_per_worker)
     with cluster(num_cpus) as context:
         if prepare is not None and unprepared:
@@ -83,6 +92,7 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
     from ray.train.torch import TorchTrainer
 
     from ray_ckpt.elastic.callbacks import make_callbacks
+    from ray_ckpt.stopping import Stopped, fit_until_stopped
     from ray_ckpt.tracker.actor import start_tracker
     from ray_ckpt.view.narrator import Narrator
 
@@ -120,12 +130,18 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
     )
     try:
         with Narrator(tracker, config.steps, config.log_every):
-            trainer.fit()
+            fit_until_stopped(trainer.fit, tracker)
+    except Stopped as stopped:
+        print(
+            f"stopped by {stopped}; the same command goes on.\n{summary(config.run_dir)}",
+            flush=True,
+        )
+        return 128 + stopped.number
     except ray.train.TrainingFailedError as error:
         cause = str(getattr(error, "controller_failure", error))
         raise RayCkptError(
-            f"run {config.run!r} stopped: {cause.removeprefix('the run stops: ')}\nWhat was committed is in "
-            f"{config.run_dir / CHECKPOINTS_DIR}; the same command goes on from there."
+            f"run {config.run!r} stopped: {cause.removeprefix('the run stops: ')}\nWhat there is: ray-ckpt ls "
+            f"{config.run_dir}. The same command goes on from the newest checkpoint that is whole."
         ) from error
     finally:
         ray.kill(handle)
@@ -157,7 +173,7 @@ def _opening(config: Config, context: Any) -> str:
     index = load_data(config.sources)
     url = getattr(context, "dashboard_url", None)
     lines = [
-        f"run {config.run!r}: {config.steps} steps of {config.global_batch} samples, {config.workers} workers, "
+        f"run {config.run!r}: {config.steps} steps of {config.global_batch} samples, workers {config.workers}, "
         f"{config.parallel}",
         *_describe(config, index, order_of(index, config)),
         f"storage {config.run_dir}",

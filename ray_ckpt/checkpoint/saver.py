@@ -147,7 +147,7 @@ class Saver:
                 future.result()
             # DCP's own exception is not an Exception, and would end the thread without a trace.
             except (Exception, CheckpointException) as caught:  # noqa: BLE001
-                error = _describe(caught)
+                error = _describe(writer.problem or caught)
         share = _Share(writer.entries, stall_s, error)
         rank = dist.get_rank(self._group)
         shares: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None

@@ -27,10 +27,16 @@ class _HashingStream:
         self._stream = stream
         self._digest = xxhash.xxh3_128()
         self._bytes = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        cast("IO[bytes]", self._stream).write(view)
+        try:
+            cast("IO[bytes]", self._stream).write(view)
+        except OSError as error:
+            # torch turns it into an error of its own that does not say that the disk is full.
+            self.error = error
+            raise
         self._digest.update(view)
         self._bytes += len(view)
         return len(view)
@@ -63,6 +69,7 @@ class HashingFileSystem(FileSystem):
         super().__init__()
         self._root = root
         self._entries: dict[str, FileEntry] = {}
+        self.problem: OSError | None = None
 
     @property
     def entries(self) -> list[FileEntry]:
@@ -78,7 +85,10 @@ class HashingFileSystem(FileSystem):
                 yield stream
                 return
             hashing = _HashingStream(stream)
-            yield cast("io.IOBase", hashing)
+            try:
+                yield cast("io.IOBase", hashing)
+            finally:
+                self.problem = hashing.error or self.problem
         name = self._name(path)
         self._entries[name] = hashing.entry(name)
 
@@ -100,6 +110,11 @@ class ChecksumWriter(FileSystemWriter):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         self._hashing = HashingFileSystem(folder)
         self.fs = self._hashing
+
+    @property
+    def problem(self) -> OSError | None:
+        """What the operating system refused, behind whatever torch says of it."""
+        return self._hashing.problem
 
     @property
     def entries(self) -> list[FileEntry]:

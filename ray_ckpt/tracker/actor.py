@@ -7,6 +7,7 @@ the run's story, one line an event; the same lines go to a table file in the Log
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,6 +18,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.ray_private import session_logs_dir
 from ray_ckpt.tracker.client import NAMESPACE, actor_name
 from ray_ckpt.tracker.core import Directive, RunFacts, TrackerCore, TrackerOptions
+from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.view.commits import second_look
 from ray_ckpt.view.logtable import LogTable
 from ray_ckpt.view.metrics import Metrics
@@ -30,6 +32,7 @@ class TrackerActor(TrackerCore):
 
     def __init__(self, facts: RunFacts, options: TrackerOptions) -> None:
         self._looks: dict[Any, str] = {}
+        self._lock = RunLock(Path(facts.run_dir))
         self._table = LogTable(session_logs_dir(), facts.run)
         self._metrics = Metrics(facts.run)
         super().__init__(facts, options, on_event=self._show)

@@ -309,6 +309,7 @@ class TrackerCore:
         memory = self.memory
         return {
             "run": self._facts.run,
+            "attempt_open": memory.attempt_open,
             "generation": memory.generation,
             "world_size": memory.world_size,
             "step": self._last_step,

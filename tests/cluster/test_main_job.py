@@ -202,3 +202,30 @@ def test_a_mistake_ends_at_once_with_one_clear_message(
     assert "Traceback" not in result.stderr
     assert time.monotonic() - started < 30
     assert not list(tmp_path.glob("*/checkpoints/*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_by_signal_saves_first_and_a_run_has_one_driver(
+    tmp_path: Path, data: Path, number: signal.Signals
+) -> None:
+    run_dir = tmp_path / "r"
+    args = command(
+        tmp_path, data, "--run", "r", "--steps", "20000", "--policy.interval-steps", "100000"
+    )
+    log = tmp_path / "log"
+    driver = start(args, log)
+    try:
+        wait_until(lambda: steps_done(run_dir) >= 15, 120, f"step 15\n{log.read_text()}")
+        if number == signal.SIGTERM:
+            second = run(args)
+            assert second.returncode == 2, second.stdout + second.stderr
+            assert "is being driven by another process" in second.stderr
+            assert driver.poll() is None
+        driver.send_signal(number)
+        assert driver.wait(timeout=90) == 128 + number, log.read_text()[-3000:]
+    finally:
+        driver.kill()
+    end = journal(run_dir, "interruption")[-1]
+    assert (end["kind"], end["lost_steps"]) == ("user_stop", 0)
+    assert journal(run_dir, "commit")[-1]["step"] == end["step"] >= 15
+    assert "stopped by" in log.read_text()

@@ -187,6 +187,7 @@ def test_a_list_of_ray_that_names_a_missing_checkpoint_does_not_stop_a_resume(
         (["--storage", "s3://bucket/runs"], 2, "only folders"),
         (["--run", "../x"], 2, "folder's name"),
         (["--data", "/proc/self"], 1, "foreign"),
+        (["--data", "/nowhere/rows"], 1, "does not exist"),
         (["--model.num-heads", "3"], 2, "num_heads"),
         (["--global-batch", "8000"], 2, "less than one global batch"),
     ],
@@ -195,7 +196,9 @@ def test_a_mistake_ends_at_once_with_one_clear_message(
     tmp_path: Path, data: Path, more: list[str], code: int, words: str
 ) -> None:
     started = time.monotonic()
-    result = run([*command(tmp_path, data), *more], timeout_s=60)
+    # A second --data would be a mixture of two.
+    rows, more = (Path(more[1]), []) if more[0] == "--data" else (data, more)
+    result = run([*command(tmp_path, rows), *more], timeout_s=60)
     assert result.returncode == code, result.stdout + result.stderr
     message = " ".join(result.stderr.replace("│", " ").split())
     assert words in message

@@ -196,13 +196,9 @@ def _need_torchdata(folder: Path) -> None:
         raise NotInstalled("torchdata is not installed: pip install torchdata")
 
 
-def _nothing(folder: Path) -> None:
-    pass
-
-
-READERS: dict[str, tuple[Reader, bool, Callable[[Path], None]]] = {
-    "ray_ckpt": (ours, True, _nothing),
-    "plain ray data": (plain, True, _nothing),
+READERS: dict[str, tuple[Reader, bool, Callable[[Path], None] | None]] = {
+    "ray_ckpt": (ours, True, None),
+    "plain ray data": (plain, True, None),
     "litdata": (lit, False, _make_lit),
     "StatefulDataLoader": (stateful, False, _need_torchdata),
 }
@@ -216,7 +212,8 @@ def rate(name: str, folder: Path, consumers: int, limit_s: float) -> Rate:
         NotInstalled: its library is missing.
     """
     reader, through_ray, prepare = READERS[name]
-    prepare(folder)
+    if prepare is not None:
+        prepare(folder)
     if through_ray:
         shared = None
         if name == "plain ray data" and consumers > 1:

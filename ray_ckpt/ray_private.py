@@ -28,12 +28,6 @@ def session_logs_dir() -> Path | None:
     return None
 
 
-def session_dir() -> Path | None:
-    """The folder of the Ray session this process is part of; None when not to be found."""
-    logs = session_logs_dir()
-    return None if logs is None else logs.parent
-
-
 def _callback(name: str) -> type:
     """A base class of Ray Train's controller callbacks; without it nothing is called."""
     place = "ray.train.v2._internal.execution.callback"

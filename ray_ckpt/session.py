@@ -49,6 +49,7 @@ from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.tracker.client import TrackerClient
 from ray_ckpt.tracker.core import TrackerCore
+from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.tracker.talk import Talk
 
@@ -439,7 +440,9 @@ def _attach_alone(config: Config) -> Session:
     )
     tracker = None
     if dist.get_rank() == 0:
-        tracker = LocalTracker(TrackerCore(check_run(config, {}), tracker_options(config)))
+        facts = check_run(config, {})
+        lock = RunLock(config.run_dir)
+        tracker = LocalTracker(TrackerCore(facts, tracker_options(config)), lock)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Session(config, tracker=tracker, device=device)

@@ -193,15 +193,6 @@ def _stand_in(
     ) from damage
 
 
-def tokens_to_numpy(column: pa.ChunkedArray, seq_len: int) -> npt.NDArray[np.int64]:
-    """A column of token lists as int64 [rows, seq_len].
-
-    Raises:
-        DataError: a row of another length, or a null.
-    """
-    return token_matrix(column, seq_len).astype(np.int64)
-
-
 def token_matrix(column: pa.ChunkedArray | pa.Array, seq_len: int) -> npt.NDArray[Any]:
     """A column of token lists as [rows, seq_len] of its own integer type, without a copy if possible.
 

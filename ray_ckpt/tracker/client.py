@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError
 
 from ray_ckpt.errors import RayCkptError, StorageError
 from ray_ckpt.tracker.core import TrackerCore
+from ray_ckpt.tracker.lock import RunLock
 
 NAMESPACE = "ray_ckpt"
 CALL_TIMEOUT_S = 120.0
@@ -40,10 +41,15 @@ class TrackerClient(Protocol):
 
 
 class LocalTracker:
-    """A tracker in this process."""
+    """A tracker in this process.
 
-    def __init__(self, core: TrackerCore) -> None:
-        self.core = core
+    Args:
+        core: the tracker.
+        lock: on the run's folder, held for as long as this object lives.
+    """
+
+    def __init__(self, core: TrackerCore, lock: RunLock | None = None) -> None:
+        self.core, self._lock = core, lock
 
     def call(self, method: str, **kwargs: Any) -> Any:
         return getattr(self.core, method)(**kwargs)

@@ -21,7 +21,7 @@ from ray_ckpt.data.feed import LocalFeed, MicroBatch, assemble, group_reads
 from ray_ckpt.data.index import DataError, DataFile, DataIndex, load_index
 from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.plan import BatchPlan
-from ray_ckpt.data.reader import Read, plan_reads, read_span, tokens_to_numpy
+from ray_ckpt.data.reader import Read, plan_reads, read_span, token_matrix
 
 SEQ_LEN = 3
 
@@ -420,33 +420,33 @@ def test_a_file_that_changed_after_it_was_indexed_is_named(tmp_path):
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64())])
 def test_slices_of_lists_give_their_own_tokens(kind):
     whole = pa.chunked_array([pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], type=kind)])
-    assert tokens_to_numpy(whole.slice(1, 2), 2).tolist() == [[3, 4], [5, 6]]
-    assert tokens_to_numpy(whole.slice(4), 2).shape == (0, 2)
+    assert token_matrix(whole.slice(1, 2), 2).tolist() == [[3, 4], [5, 6]]
+    assert token_matrix(whole.slice(4), 2).shape == (0, 2)
 
 
 @pytest.mark.parametrize("rows", [[[1, 2], [3]], [[1, 2], []], [[1, 2, 3], [4, 5]], [[1, 2], None]])
 def test_a_row_of_another_length_is_refused(rows):
     with pytest.raises(DataError, match="does not have 2 tokens"):
-        tokens_to_numpy(pa.array(rows, type=pa.list_(pa.int32())), 2)
+        token_matrix(pa.array(rows, type=pa.list_(pa.int32())), 2)
 
 
 @pytest.mark.parametrize("rows", [[[1, 2, 3], [4]], [[1], [2, 3, 4]], [[1, 2, 3, 4], None]])
 def test_lengths_that_cancel_are_refused(rows):
     with pytest.raises(DataError):
-        tokens_to_numpy(pa.array(rows, type=pa.list_(pa.int32())), 2)
+        token_matrix(pa.array(rows, type=pa.list_(pa.int32())), 2)
 
 
 def test_a_token_that_is_null_is_refused():
     with pytest.raises(DataError):
-        tokens_to_numpy(pa.array([[1, None], [3, 4]], type=pa.list_(pa.int32())), 2)
+        token_matrix(pa.array([[1, None], [3, 4]], type=pa.list_(pa.int32())), 2)
 
 
 def test_lists_of_fixed_size_are_looked_at_as_well():
     kind = pa.list_(pa.uint16(), 2)
     whole = pa.array([[1, 2], [3, 4], [5, 6]], type=kind)
-    assert tokens_to_numpy(whole.slice(1), 2).tolist() == [[3, 4], [5, 6]]
+    assert token_matrix(whole.slice(1), 2).tolist() == [[3, 4], [5, 6]]
     with pytest.raises(DataError, match="does not have 3 tokens"):
-        tokens_to_numpy(whole, 3)
+        token_matrix(whole, 3)
     for rows in ([[1, 2], None], [[1, None], [3, 4]]):
         with pytest.raises(DataError):
-            tokens_to_numpy(pa.array(rows, type=kind), 2)
+            token_matrix(pa.array(rows, type=kind), 2)

@@ -26,6 +26,7 @@ DEFAULT_HOME = "~/ray_ckpt"
 FeedKind = Literal["ray", "local"]
 GpuUse = Literal["auto", "yes", "no"]
 Parallel = Literal["ddp", "fsdp"]
+StagingMode = Literal["blocking", "overlapped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,8 @@ class SavingConfig:
     """Longest wait for a save in flight when the run ends, and for a worker that does not answer, seconds."""
     final_tries: int = 3
     """Times the last save of a run is tried before the run is called failed."""
+    staging: StagingMode = "blocking"
+    """Training stands still for the copy, or only the optimizer's next step waits for it (overlapped)."""
     report_to_ray: bool = True
     """Tell Ray Train of each commit, so that Result.checkpoint and get_checkpoint() know it."""
     allow_missing: UseAppendAction[tuple[str, ...]] = ()
@@ -104,6 +107,7 @@ class SavingConfig:
     def __post_init__(self) -> None:
         _more_than_0("--saving.timeout-s", self.timeout_s, " s")
         _at_least(1, "--saving.final-tries", self.final_tries)
+        _one_of(StagingMode, "--saving.staging", self.staging)
         for name in self.allow_missing:
             if not name.strip("."):
                 raise ConfigError(

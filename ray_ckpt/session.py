@@ -32,8 +32,10 @@ import torch
 import torch.distributed as dist
 
 from ray_ckpt.batch import Batch, MicroStep
+from ray_ckpt.checkpoint.memory import check_memory
 from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
+from ray_ckpt.checkpoint.staging import Stager, size_bytes
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import load_data
 from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
@@ -94,6 +96,7 @@ class Session:
         self._transform: Transform | None = None
         self._reducer: Reducer | None = None
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
+        self._prepared_bytes = 0
         self._seen = time.monotonic()
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
@@ -149,13 +152,15 @@ class Session:
             start_step=state.progress.step,
             total_steps=self.config.steps,
         )
+        self._first_step = state.progress.step + 1
         self._saver = Saver(
             run_dir=self._run_dir,
             generation=attempt.generation,
             group=self._group,
+            stager=Stager(self.config.saving.staging, state.optimizers),
             on_result=self._saved,
         )
-        self._saver.prepare(self._full_state())
+        self._prepare(self._full_state())
         self._seen = time.monotonic()
         return state
 
@@ -229,6 +234,9 @@ class Session:
             grad_exponent=self._spread_model().exponent,
         )
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
+        if step == self._first_step:
+            # Most optimizers make their state in the first step.
+            self._prepare(self._full_state())
         hold_s = self._save() if agreement.save else 0.0
         if agreement.report and self._reporter is not None:
             self._reporter.report()
@@ -354,6 +362,14 @@ class Session:
 
     def _full_state(self) -> dict[str, Any]:
         return with_rng(self._restored().state_dict(), self.rank, self.device)
+
+    def _prepare(self, full_state: dict[str, Any]) -> None:
+        """Makes the buffers for saving, if the state is not what they were made for."""
+        needed = size_bytes(full_state)
+        if needed > self._prepared_bytes:
+            check_memory(needed - self._prepared_bytes, self._group)
+            self._saver.prepare(full_state)
+            self._prepared_bytes = needed
 
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""

@@ -63,8 +63,18 @@ def take_stock(
     Raises:
         StorageError: the folder cannot be listed.
     """
+    return stock_of(list_checkpoints(run_dir), verified=verified, in_use=in_use)
+
+
+def stock_of(
+    entries: Sequence[CheckpointEntry],
+    *,
+    verified: AbstractSet[str],
+    in_use: Mapping[str, str] | None = None,
+) -> Stock:
+    """The same for a listing that is there already."""
     records, orphans, pins = [], [], {}
-    for entry in list_checkpoints(run_dir):
+    for entry in entries:
         name = entry.folder.name
         try:
             pins[name] = read_pins(entry.folder)

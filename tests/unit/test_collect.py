@@ -26,7 +26,7 @@ from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import ConfigError, StaleGenerationError, StorageError
 from ray_ckpt.tiers import collect as module
 from ray_ckpt.tiers import pins
-from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, Outcome, collect, mend
+from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, Outcome, collect
 from ray_ckpt.tiers.housekeeping import Findings, Round, keep_house, read_back
 from ray_ckpt.tiers.retention import Verdict
 from ray_ckpt.tiers.rules import Rules
@@ -227,7 +227,10 @@ def test_a_pin_at_any_point_of_a_collection_holds_or_is_refused(tmp_path):
     assert 0 < held < count
 
 
-def test_a_collection_at_any_point_of_a_pin_lets_it_hold_or_refuses_it(tmp_path):
+@pytest.mark.parametrize("how", ["all of it", "no more than the end of the checkpoint"])
+def test_a_collection_at_any_point_of_a_pin_lets_it_hold_or_refuses_it(tmp_path, monkeypatch, how):
+    if how != "all of it":
+        monkeypatch.setattr(module, "_remove", lambda folder: "not yet")
     probe = fresh(tmp_path, 0)
     count = touches(lambda: pins.pin(folder(probe, 30), "the best", author="bob", time_s=2.0))
     held = 0
@@ -255,9 +258,7 @@ def test_a_pinned_checkpoint_that_a_dead_collector_ended_comes_back(run):
     pins.pin(folder(run, 20), "a paper", author="ada", time_s=1.0)
     (folder(run, 20) / MANIFEST_NAME).rename(folder(run, 20) / LEAVING_NAME)
     assert whole(run) == names(10, 30, 40, 50)
-    mend(run)
-    assert whole(run) == names(10, 20, 30, 40, 50)
-    assert tidy(run).outcomes
+    tidy(run)
     assert whole(run) == names(20, 40, 50)
 
 

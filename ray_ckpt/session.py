@@ -49,6 +49,7 @@ from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
+from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.client import TrackerClient
 from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.lock import RunLock
@@ -458,7 +459,8 @@ def _attach_alone(config: Config) -> Session:
     if dist.get_rank() == 0:
         facts = check_run(config, {})
         lock = RunLock(config.run_dir)
-        tracker = LocalTracker(TrackerCore(facts, tracker_options(config)), lock)
+        core = TrackerCore(facts, tracker_options(config), aside=Thread("housekeeping"))
+        tracker = LocalTracker(core, lock)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Session(config, tracker=tracker, device=device)

@@ -31,6 +31,9 @@ from ray_ckpt.errors import ManifestError, StorageError
 
 MANIFEST_NAME = "COMMITTED.json"
 QUARANTINE_NAME = "QUARANTINED.json"
+PINS_NAME = "PINNED.json"
+# What the package itself writes beside the files of a checkpoint: never one of them, never a stray.
+RECORD_NAMES = (MANIFEST_NAME, QUARANTINE_NAME, PINS_NAME)
 CHECKPOINTS_DIR = "checkpoints"
 SCHEMA = 1
 CHECKSUM_ALGORITHM = "xxh3_128"
@@ -67,7 +70,7 @@ class FileEntry:
                 f"file path {self.path!r} must be relative, stay inside the checkpoint folder "
                 "and use forward slashes"
             )
-        if self.path in (MANIFEST_NAME, QUARANTINE_NAME):
+        if self.path in RECORD_NAMES:
             raise ValueError(f"file path {self.path!r} is reserved for the checkpoint's own record")
         _require_count("bytes", self.bytes)
         _require_type("checksum", self.checksum, (str,))
@@ -252,7 +255,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     if folder.name != manifest.name:
         raise ManifestError(path, f"manifest of {manifest.name} does not belong into {folder.name}")
     data = encode_manifest(manifest.to_json())
-    present = _read_bytes(path)
+    present = read_bytes(path)
     if present == data:
         return
     if present is not None:
@@ -274,7 +277,7 @@ def read_manifest(folder: Path) -> Manifest:
         StorageError: storage failed; whether the checkpoint is committed is not known.
     """
     path = folder / MANIFEST_NAME
-    data = _read_bytes(path)
+    data = read_bytes(path)
     if data is None:
         raise ManifestError(path, "missing")
     if not data.strip():
@@ -328,7 +331,7 @@ def write_quarantine(
         StorageError: the disk refused; the checkpoint is still offered.
     """
     path = folder / QUARANTINE_NAME
-    if _read_bytes(path) is not None:
+    if read_bytes(path) is not None:
         return
     note = {"time": time_s, "reason": reason, "findings": findings or []}
     write_atomically(path, json.dumps(_without_nonfinite(note), indent=1).encode() + b"\n")
@@ -340,7 +343,7 @@ def read_quarantine(folder: Path) -> str | None:
     Raises:
         StorageError: storage failed; whether it is quarantined is not known.
     """
-    data = _read_bytes(folder / QUARANTINE_NAME)
+    data = read_bytes(folder / QUARANTINE_NAME)
     if data is None:
         return None
     try:
@@ -365,8 +368,8 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
         # Without these a power cut may forget the new name, or the folder that holds it.
-        _sync_folder(path.parent)
-        _sync_folder(path.parent.parent)
+        sync_folder(path.parent)
+        sync_folder(path.parent.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -375,7 +378,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         ) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk for good.
+
+    Raises:
+        OSError: the disk refused.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -404,7 +412,12 @@ def _retry(what: str, action: Callable[[], _T]) -> _T | None:
     raise AssertionError("the last try returns or raises")
 
 
-def _read_bytes(path: Path) -> bytes | None:
+def read_bytes(path: Path) -> bytes | None:
+    """Content of a file, None when there is none; a flaky read is tried again.
+
+    Raises:
+        StorageError: it cannot be read, which does not mean that it is not there.
+    """
     return _retry(f"cannot read {path}", path.read_bytes)
 
 

@@ -31,6 +31,8 @@ from ray_ckpt.checkpoint.manifest import (
 )
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ManifestError, RestoreError, StaleGenerationError, StorageError
+from ray_ckpt.tiers.housekeeping import ReadBack, read_back
+from ray_ckpt.tracker.aside import Aside
 from ray_ckpt.tracker.journal import (
     JOURNAL_NAME,
     STEPS_NAME,
@@ -40,6 +42,7 @@ from ray_ckpt.tracker.journal import (
     newest_lines,
     read_lines,
 )
+from ray_ckpt.tracker.keeper import Keeper
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.pace import RECENT_STEPS, Pace
 from ray_ckpt.tracker.records import (
@@ -71,6 +74,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Nobody trains any more when a run has finished: its last housekeeping may take this long, seconds.
+SETTLE_S = 30.0
+
 
 class TrackerCore:
     """State and decisions of one run.
@@ -80,6 +86,8 @@ class TrackerCore:
         options: how to decide.
         clock: seconds since the epoch.
         on_event: told every event after it is in the journal.
+        aside: where housekeeping runs; by default where it is asked for.
+        read: how a checkpoint is read back before older ones are deleted.
     """
 
     def __init__(
@@ -89,6 +97,8 @@ class TrackerCore:
         *,
         clock: Callable[[], float] = time.time,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+        aside: Aside | None = None,
+        read: ReadBack = read_back,
     ) -> None:
         self._facts, self._options = facts, options
         self._clock, self._on_event = clock, on_event
@@ -106,6 +116,16 @@ class TrackerCore:
         self._last_record: dict[str, Any] = {}
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
+        self._keeper = Keeper(
+            run_dir=self._dir,
+            rules=options.retention,
+            memory=self.memory,
+            record=self._record,
+            quarantine=self._quarantine,
+            clock=clock,
+            aside=aside,
+            read=read,
+        )
 
     # ---- attempts -------------------------------------------------------------------------------
 
@@ -119,6 +139,7 @@ class TrackerCore:
             # Nobody said how the last one ended: its driver died, or its whole cluster.
             self.interruption(kind="lost", cause="the job ended without a word")
         self._unreadable.clear()
+        self._keeper.cancel()
         # Before the attempt is on record: a run without a usable checkpoint must not start from zero.
         entry = self._newest_usable()
         generation = 1 + self._highest_generation()
@@ -131,6 +152,7 @@ class TrackerCore:
             host=platform.node(),
             must=True,  # a generation that is not on record could be given out twice
         )
+        self._keeper.begin()
         self._pace.begin_attempt()
         self._decide()
         return Attempt(generation=generation, plan=self._plan(entry), directive=self._directive())
@@ -152,6 +174,7 @@ class TrackerCore:
             verified=source or None,  # every byte was read and compared on the way in
             lost_steps_more=lost_steps_more,
         )
+        self._keeper.restoring("")
         self._last_step = step
 
     def reject(self, generation: int, name: str, faults: list[Fault]) -> RestorePlan | None:
@@ -213,6 +236,7 @@ class TrackerCore:
         self._check(generation)
         self._record("finished", step=step, exposure_s=self.memory.exposure_s)
         self._last_step = step
+        self._keeper.settle(SETTLE_S)
 
     # ---- steps and saves ------------------------------------------------------------------------
 
@@ -229,6 +253,7 @@ class TrackerCore:
             self._last_record = record
         if self._pace.steps([float(record["step_time_s"]) for record in records]):
             self._decide()
+        self._keeper.advance()
         return self._directive()
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
@@ -249,11 +274,12 @@ class TrackerCore:
         step = int(save["step"])
         folder = self._dir / CHECKPOINTS_DIR / checkpoint_name(step, generation)
         manifest, problem = self._place(folder, generation, save)
-        if manifest is None:
+        if manifest is None and problem:
             self._record("save_failed", step=step, name=folder.name, error=problem)
             discard(folder)
+            self._keeper.after_save()  # what may go may be what fills the disk
             return False
-        if folder.name in self.memory.committed:
+        if manifest is None or folder.name in self.memory.committed:
             return True  # the same call again: the answer to the first was lost
         self._record(
             "commit",
@@ -268,17 +294,23 @@ class TrackerCore:
             exposure_s=self.memory.exposure_s,
         )
         self._decide()
+        self._keeper.after_save()
         return True
 
     def _place(
         self, folder: Path, generation: int, save: dict[str, Any]
     ) -> tuple[Manifest | None, str]:
-        """The manifest of a checkpoint, put in place if it is not there yet; or None and why not."""
+        """The manifest of a checkpoint, put in place if it is not there yet; or None and why not.
+
+        None without a reason: it was committed before, and is deleted since.
+        """
         try:
             # First of all: a commit that is in place is never undone, whatever a late or repeated call says.
             manifest = manifest_in(folder)
             if manifest is not None:
                 return manifest, ""
+            if folder.name in self.memory.committed:
+                return None, ""  # its files are going, or gone
             problem = save["error"] or incomplete(folder, save["files"])
             if problem:
                 return None, str(problem)
@@ -301,6 +333,31 @@ class TrackerCore:
         number = self.memory.save_requests + 1
         self._record("save_requested", reason=reason, number=number, hold_s=hold_s)
         return number
+
+    # ---- keeping --------------------------------------------------------------------------------
+
+    def pin(self, name: str, reason: str, author: str = "ray_ckpt") -> None:
+        """Keeps a checkpoint whatever the rules of retention say; the same pin again changes nothing.
+
+        Args:
+            name: folder of the checkpoint.
+            reason: one sentence.
+            author: who wants it kept.
+
+        Raises:
+            ConfigError: there is no such checkpoint (any more), or no reason.
+            StorageError: the disk refused.
+        """
+        self._keeper.pin(name, reason, author)
+
+    def unpin(self, name: str, reason: str | None = None) -> None:
+        """Takes the pins of one reason away, or all.
+
+        Raises:
+            ConfigError: there is no pin with this reason.
+            StorageError: the disk refused.
+        """
+        self._keeper.unpin(name, reason)
 
     # ---- looking --------------------------------------------------------------------------------
 
@@ -410,6 +467,7 @@ class TrackerCore:
         return good[0] if good else None
 
     def _quarantine(self, name: str, reason: str, findings: list[dict[str, Any]]) -> None:
+        self._keeper.cancel()  # what it was about to delete may be needed now
         folder = self._dir / CHECKPOINTS_DIR / name
         write_quarantine(folder, reason, time_s=self._clock(), findings=findings)
         self._record("quarantine", name=name, reason=reason, faults=findings)
@@ -417,6 +475,7 @@ class TrackerCore:
     def _plan(self, entry: CheckpointEntry | None) -> RestorePlan | None:
         if entry is None:
             return None
+        self._keeper.restoring(entry.folder.name)
         return restore_plan(entry, list_checkpoints(self._dir), self._unreadable)
 
     def _decide(self) -> None:

@@ -48,6 +48,9 @@ class RunMemory:
         last_end: how that was, in words.
         save_requests: number of the newest request for a save, 0 before the first.
         hold_s: how long the workers wait after the save of that request, seconds.
+        verified: checkpoints whose bytes were all read and compared after their commit.
+        pins: checkpoint to its pins, as far as the journal tells.
+        retention: the rules of retention on record, None before the first.
     """
 
     generation: int = 0
@@ -74,6 +77,9 @@ class RunMemory:
     last_end: str = ""
     save_requests: int = 0
     hold_s: float = 0.0
+    verified: set[str] = field(default_factory=set)
+    pins: dict[str, set[str]] = field(default_factory=dict)
+    retention: dict[str, Any] | None = None
 
     @property
     def failures(self) -> int:
@@ -100,6 +106,8 @@ class RunMemory:
             # Every line of an attempt proves that its number was given out, should the first be damaged.
             self.generation = generation
             self._begin()
+        if isinstance(event.get("verified"), str):
+            self.verified.add(event["verified"])
         handler = getattr(self, f"_on_{event.get('event')}", None)
         if handler is not None:
             handler(event)
@@ -161,3 +169,23 @@ class RunMemory:
         self.fruitless = 0
         self.finished_step = self.kept_step = int(event["step"])
         self.exposure_s = float(event["exposure_s"])
+
+    def _on_quarantine(self, event: dict[str, Any]) -> None:
+        self.verified.discard(str(event["name"]))
+
+    def _on_delete(self, event: dict[str, Any]) -> None:
+        self.verified.discard(str(event["name"]))
+        self.pins.pop(str(event["name"]), None)
+
+    def _on_pin(self, event: dict[str, Any]) -> None:
+        pins = self.pins.setdefault(str(event["name"]), set())
+        pins.add(f"{event['reason']} ({event['author']})")
+
+    def _on_unpin(self, event: dict[str, Any]) -> None:
+        pins = self.pins.get(str(event["name"]), set())
+        pins.discard(f"{event['reason']} ({event['author']})")
+        if not pins:
+            self.pins.pop(str(event["name"]), None)
+
+    def _on_retention(self, event: dict[str, Any]) -> None:
+        self.retention = dict(event["rules"])

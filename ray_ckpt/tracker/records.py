@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.tiers.rules import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +39,14 @@ class TrackerOptions:
         prior_mtbf_s: mean time between failures before any was seen, seconds.
         prior_weight: failures that the prior is worth.
         max_fruitless: attempts in a row without a new step before the run is stopped.
+        retention: which checkpoints are kept; by default all.
     """
 
     limits: IntervalLimits
     prior_mtbf_s: float
     prior_weight: float = 1.0
     max_fruitless: int = 3
+    retention: Rules = field(default_factory=Rules)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,28 @@ def _alert(e: dict[str, Any]) -> str:
     return f"ALERT {e['name']}: {e['problem']}"
 
 
+def _verified(e: dict[str, Any]) -> str:
+    return f"read {e['name']} back in {human_duration(e['seconds'])}: every byte is as written"
+
+
+def _delete(e: dict[str, Any]) -> str:
+    return f"deleted {e['name']}: {e['reason']}"
+
+
+def _delete_failed(e: dict[str, Any]) -> str:
+    return (
+        f"{e['name']} could not be deleted, which is tried again after the next save: {e['error']}"
+    )
+
+
+def _pin(e: dict[str, Any]) -> str:
+    return f"{e['name']} is pinned by {e['author']}: {e['reason']}"
+
+
+def _unpin(e: dict[str, Any]) -> str:
+    return f"{e['name']} is no longer pinned by {e['author']}: {e['reason']}"
+
+
 def _finished(e: dict[str, Any]) -> str:
     return f"finished at step {e['step']}"
 
@@ -84,6 +106,11 @@ _TELLERS = {
     "skipped": _skipped,
     "interruption": _interruption,
     "alert": _alert,
+    "verified": _verified,
+    "delete": _delete,
+    "delete_failed": _delete_failed,
+    "pin": _pin,
+    "unpin": _unpin,
     "finished": _finished,
 }
 

@@ -311,7 +311,7 @@ def test_a_commit_that_failed_after_the_rename_is_taken_back(tmp_path, monkeypat
     manifest = make_manifest()
     folder = folder_for(manifest, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_sync_folder", refuse)
+        patch.setattr(module, "sync_folder", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             write_manifest(folder, manifest)
     assert list(folder.iterdir()) == []

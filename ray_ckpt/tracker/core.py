@@ -31,6 +31,7 @@ from ray_ckpt.checkpoint.manifest import (
 )
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ManifestError, RestoreError, StaleGenerationError, StorageError
+from ray_ckpt.segment import Segment
 from ray_ckpt.tracker.journal import (
     JOURNAL_NAME,
     STEPS_NAME,
@@ -50,6 +51,7 @@ from ray_ckpt.tracker.records import (
     TrackerOptions,
     Verdict,
 )
+from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.shelf import (
     discard,
     incomplete,
@@ -104,6 +106,7 @@ class TrackerCore:
         if self.memory.attempt_open and self._last_generation == self.memory.generation:
             self._last_step = max(self._last_step, int(recent[-1]["step"]))
         self._last_record: dict[str, Any] = {}
+        self._segments = SegmentBook(facts)
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
 
@@ -170,6 +173,49 @@ class TrackerCore:
         else:
             self._quarantine(name, reason, findings)
         return self._plan(self._newest_usable())
+
+    def segment_at(
+        self,
+        generation: int,
+        step: int,
+        samples: int,
+        mark: dict[str, Any] | None,
+        source: str,
+    ) -> Segment:
+        """The segment that an attempt trains in; where one starts, that is put on record first.
+
+        Args:
+            generation: of the attempt.
+            step: where it begins.
+            samples: its sample offset.
+            mark: the segment in the manifest of the checkpoint it restored, None for no checkpoint.
+            source: the checkpoint's name, empty for none.
+
+        Raises:
+            ConfigError: a change of options that nobody declared.
+            RestoreError: a checkpoint that contradicts the run's record.
+            StorageError: the start of a segment cannot be put on record.
+        """
+        self._check(generation)
+        placement = self._segments.place(step, samples, mark, source)
+        segment = placement.segment
+        if placement.cause:
+            # The journal first: without the line in run.json the next attempt does both again.
+            self._record(
+                "segment",
+                number=segment.number,
+                step=segment.start_step,
+                sample_offset=segment.start_offset,
+                reason=segment.reason,
+                cause=placement.cause,
+                source=source,
+                changed={
+                    k: {"old": old, "new": new} for k, (old, new) in placement.changed.items()
+                },
+                must=True,
+            )
+            self._segments.keep(placement)
+        return segment
 
     def interruption(self, kind: str, cause: str, *, group: str = "", **more: Any) -> Verdict:
         """Notes that the attempt ended, or that a worker group ended before its attempt began.
@@ -255,6 +301,8 @@ class TrackerCore:
             return False
         if folder.name in self.memory.committed:
             return True  # the same call again: the answer to the first was lost
+        # Before the commit is on record: a tracker that dies in between is asked again, and pins again.
+        self._pin_first_of_segment(folder.name)
         self._record(
             "commit",
             step=step,
@@ -270,6 +318,16 @@ class TrackerCore:
         self._decide()
         return True
 
+    def _pin_first_of_segment(self, name: str) -> str:
+        """Why a checkpoint is to be pinned as the first of its segment; empty when it is not.
+
+        The way back to what the segment began as: the same answer however often it is asked.
+        """
+        segment = self._segments.newest
+        if not segment.number or self.memory.first_of_segment not in ("", name):
+            return ""
+        return f"first checkpoint of segment {segment.number} ({segment.reason})"
+
     def _place(
         self, folder: Path, generation: int, save: dict[str, Any]
     ) -> tuple[Manifest | None, str]:
@@ -282,7 +340,13 @@ class TrackerCore:
             problem = save["error"] or incomplete(folder, save["files"])
             if problem:
                 return None, str(problem)
-            manifest = new_manifest(self._facts, generation, save, committed_at=self._clock())
+            manifest = new_manifest(
+                self._facts,
+                generation,
+                save,
+                committed_at=self._clock(),
+                segment=self._segments.newest,
+            )
             write_manifest(folder, manifest)
             return manifest, ""
         except (ManifestError, StorageError, OSError, ValueError) as error:
@@ -311,6 +375,7 @@ class TrackerCore:
             "run": self._facts.run,
             "attempt_open": memory.attempt_open,
             "generation": memory.generation,
+            "segment": self._segments.newest.number,
             "world_size": memory.world_size,
             "step": self._last_step,
             "last": self._last_record,

@@ -202,6 +202,8 @@ class Config:
     """How the model is spread over workers: whole copies (DDP) or shards (FSDP2)."""
     exact: bool = False
     """Sum gradients so that losses and weights are the same bits for any number of workers; slower."""
+    change_at_resume: str = ""
+    """Why, in words, this resume has other data, weights, batch sizes, row length or window: starts a segment."""
     log_every: int = 10
     """Steps between progress lines."""
     reading: ReadingConfig = field(default_factory=ReadingConfig)
@@ -223,6 +225,11 @@ class Config:
         _at_least(1, "--log-every", self.log_every)
         _one_of(Parallel, "--parallel", self.parallel)
         check_batch(self.global_batch, self.micro_batch)
+        if self.change_at_resume and not self.change_at_resume.strip():
+            raise ConfigError(
+                f"--change-at-resume {self.change_at_resume!r}: give the reason in words; it stays on record with "
+                "the run"
+            )
         low, high = self.worker_range
         most = self.global_batch // self.micro_batch
         if not 1 <= low <= high:

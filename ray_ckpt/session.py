@@ -144,7 +144,8 @@ class Session:
             nodes=self._nodes,
             first_micro_batch=self.plan.micro_batches[0],
         )
-        self._state = state
+        self._state, self._segment = state, attempt.segment
+        self.order = order_of(self.index, self.config, self._segment)
         if self.config.exact and state.progress.step:
             self._spread_model().exponent = state.progress.grad_exponent
         self._steward = Steward(
@@ -178,11 +179,14 @@ class Session:
         Args:
             transform: from Arrow table to Arrow table, applied while reading (Ray Data's ``map_batches``). It
                 must keep the rows, their order and the columns ``row``, ``position`` and ``stream``; it may
-                change tokens, and add columns, which are then in ``micro.source.columns``.
+                change tokens, and add columns, which are then in ``micro.source.columns``. Positions count from the
+                start of the segment (:mod:`ray_ckpt.segment`).
         """
-        start = self._restored().progress.step
+        self._restored()
+        own_step = self._segment.own_step  # an order counts from the start of its segment
+        start, stop = own_step(self.progress.step), own_step(self.config.steps)
         self._transform = transform
-        for micro_batches in self._feed().steps(start, self.config.steps):
+        for micro_batches in self._feed().steps(start, stop):
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -319,6 +323,7 @@ class Session:
             order=self.order,
             run_dir=self._run_dir,
             facts={"rank": self.rank, "generation": self._steward.generation},
+            steps_before=self._segment.start_step,
         )
 
     def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:
@@ -356,6 +361,7 @@ class Session:
             "tokens": agreement.tokens,
             "world_size": self.world_size,
             "generation": self._steward.generation,
+            "segment": self._segment.number,
             "step_time_s": seconds,
             "time": time.time(),
             "save_waits": agreement.save_waits,

@@ -91,6 +91,7 @@ def tracker_options(config: Config) -> TrackerOptions:
         prior_mtbf_s=config.policy.prior_mtbf_s,
         prior_weight=config.policy.prior_weight,
         max_fruitless=config.elastic.max_fruitless_attempts,
+        guard=config.guard.rule(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def resume(
         source=plan.name if plan else "",
         reason=plan.reason if plan else "no checkpoint yet",
     )
-    return attempt
+    return replace(attempt, skips=attempt.skips or (plan.manifest.skipped if plan else ()))
 
 
 def _check_progress(state: TrainState, plan: RestorePlan, folder: Path) -> None:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.replaced import RecordedFeed
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
-from ray_ckpt.errors import StorageError
+from ray_ckpt.errors import NonfiniteError, RollbackError, StorageError
 from ray_ckpt.facts import check_run, order_of, tracker_options
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
+from ray_ckpt.skips import stretches
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.tracker.client import TrackerClient
@@ -52,6 +54,7 @@ from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.tracker.talk import Talk
+from ray_ckpt.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +143,10 @@ class Session:
             nodes=self._nodes,
             first_micro_batch=self.plan.micro_batches[0],
         )
-        self._state = state
+        self._state, self._skips = state, attempt.skips
+        self._watch = Watch(
+            self.config.guard, rank=self.rank, device=self.device, scaled=state.is_scaled
+        )
         if self.config.exact and state.progress.step:
             self._spread_model().exponent = state.progress.grad_exponent
         self._steward = Steward(
@@ -154,6 +160,7 @@ class Session:
             generation=attempt.generation,
             group=self._group,
             on_result=self._saved,
+            inspect=self._watch.scan,
         )
         self._saver.prepare(self._full_state())
         self._seen = time.monotonic()
@@ -176,7 +183,9 @@ class Session:
         """
         start = self._restored().progress.step
         self._transform = transform
-        for micro_batches in self._feed().steps(start, self.config.steps):
+        ranges = stretches(start, self.config.steps, self._skips)
+        feed = self._feed()
+        for micro_batches in chain.from_iterable(feed.steps(*each) for each in ranges):
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -194,6 +203,10 @@ class Session:
 
         Returns:
             The global loss and what the ranks agreed on.
+
+        Raises:
+            NonfiniteError: the run is no longer finite, and stops (``--guard.on-nonfinite``).
+            RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
         state, batch = self._restored(), self._batch
         if batch is None:
@@ -217,6 +230,7 @@ class Session:
                 wants_report=self._reporter is not None and self._reporter.waiting,
                 digest=digest_samples(batch.micro_batches),
                 rng_digest=batch.rng_digest,
+                trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
             ),
             self.device,
             self.plan.num_micro_batches,
@@ -230,6 +244,8 @@ class Session:
         )
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
         hold_s = self._save() if agreement.save else 0.0
+        if self._watch.must_end(agreement):
+            self._end()
         if agreement.report and self._reporter is not None:
             self._reporter.report()
         self._steward.exchange(flush=agreement.save)
@@ -243,9 +259,12 @@ class Session:
 
         Raises:
             StorageError: the last checkpoint could not be committed.
+            NonfiniteError: the guard refused it, or one before it.
+            RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
         state = self._restored()
         self._saver.wait(self.config.saving.timeout_s)
+        self._check_last_save()
         if state.progress.step < self.config.steps:
             self._steward.exchange(flush=True)
             return
@@ -260,11 +279,46 @@ class Session:
                 )
             self._save()
             self._saver.wait(self.config.saving.timeout_s)
+            self._check_last_save()
         if self._reporter is not None and self._talk.told(self._reporter.waiting):
             self._reporter.report()
         self._steward.exchange(flush=True)
         self._talk.ask("finished", generation=self._steward.generation, step=state.progress.step)
         self._saver.close(self.config.saving.timeout_s)
+
+    # ---- no longer sane -------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Ends the attempt on all ranks, as the tracker says."""
+        # What is in flight may be the checkpoint to go back to.
+        self._saver.wait(self.config.saving.timeout_s)
+        self._steward.exchange(flush=True)
+        step, what = self._steward.trouble or (
+            self.progress.step,
+            self._watch.what(self._steward.last_record),
+        )
+        remedy = self._talk.ask(
+            "trouble",
+            generation=self._steward.generation,
+            step=step,
+            what=what,
+            skips=self._skips,
+        )
+        raise (NonfiniteError if remedy.action == "stop" else RollbackError)(remedy.reason)
+
+    def _check_last_save(self) -> None:
+        """Ends a run whose last save was refused; no later one will make it good."""
+        goes_on = self.config.guard.on_nonfinite == "go-on"
+        if self._talk.told(self._steward.trouble is not None and not goes_on):
+            self._end()
+        step = self.progress.step
+        last = step == self.config.steps
+        if last and self._talk.told(self._steward.refused_step == step):
+            raise NonfiniteError(
+                f"the state of the last step {step} is kept, but not committed ({self._steward.problem}). Start the "
+                "run again: it goes on from the checkpoint before. If the state is good, say so with "
+                "--guard.band-factor 0 or --guard.ignore NAME."
+            )
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -358,7 +412,7 @@ class Session:
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
         progress = self.progress
-        self._saving = progress, self._steward.last_record.get("loss", math.nan)
+        self._saving = progress, self._steward.last_record
         hold_s = self._steward.saving(progress.step)
         self._saver.save(progress.step, self._full_state)
         return hold_s
@@ -373,7 +427,7 @@ class Session:
 
     def _saved(self, result: SaveResult) -> None:
         """On rank 0, in the background: asks the tracker to commit what was written."""
-        progress, loss = self._saving
+        progress, record = self._saving
         save: dict[str, Any] = {
             "step": result.step,
             "samples": progress.samples,
@@ -383,9 +437,10 @@ class Session:
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,
-            "metrics": {"loss": loss},
-            "guard": {},
-            "bitwise_comparable": True,
+            "metrics": {"loss": record.get("loss", math.nan)},
+            "guard": self._watch.report(result.guard, record),
+            "bitwise_comparable": self._watch.bitwise_comparable,
+            "skipped": [asdict(skip) for skip in self._skips],
         }
         if self._steward.commit(save) and self._reporter is not None:
             self._reporter.committed(result.step, self._steward.generation, save["metrics"])

@@ -15,7 +15,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from ray_ckpt.checkpoint.guard import Scan, report
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, FileEntry, checkpoint_name
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 
@@ -40,6 +42,7 @@ class SaveResult:
         stall_s: longest time a rank stood still, seconds.
         write_s: time from the end of the stall until the last rank's files were on the disk, seconds.
         error: what went wrong on which rank; None when all files are in place.
+        guard: what the guard found in the state (:func:`ray_ckpt.checkpoint.guard.report`).
     """
 
     step: int
@@ -47,6 +50,7 @@ class SaveResult:
     stall_s: float
     write_s: float
     error: str | None
+    guard: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,22 @@ class _Share:
     files: list[FileEntry]
     stall_s: float
     error: str | None
+    scan: Scan | None = None
+
+
+class _RememberingStager(DefaultStager):
+    """Remembers the copy it made, which the guard looks at."""
+
+    staged: Any = None
+
+    def stage(self, state_dict: dict[str, Any], **more: Any) -> Any:
+        self.staged = super().stage(state_dict, **more)
+        return self.staged
+
+    def take(self) -> Any:
+        """The last copy, complete; it is forgotten here."""
+        staged, self.staged = self.staged, None
+        return staged.result() if isinstance(staged, Future) else staged
 
 
 class Saver:
@@ -66,6 +86,7 @@ class Saver:
         generation: of this attempt; part of the checkpoints' names.
         group: gloo process group of all ranks that nothing else uses.
         on_result: called on rank 0, in the background thread, with the outcome of each save.
+        inspect: called on every rank, in the background thread, with the staged copy of its state.
     """
 
     def __init__(
@@ -75,10 +96,12 @@ class Saver:
         generation: int,
         group: dist.ProcessGroup,
         on_result: Callable[[SaveResult], None],
+        inspect: Callable[[dict[str, Any]], Scan] | None = None,
     ) -> None:
+        self._inspect = inspect
         self._run_dir, self._generation, self._group = run_dir, generation, group
         self._on_result = on_result
-        self._stager = DefaultStager(staging_options())
+        self._stager = _RememberingStager(staging_options())
         self._thread: threading.Thread | None = None
 
     @property
@@ -138,17 +161,29 @@ class Saver:
             self._stager.close()
         return done
 
+    def _look(self) -> tuple[Scan | None, str | None]:
+        """What the guard sees in the staged copy; or why it could not look, and then nothing is committed."""
+        if self._inspect is None:
+            return None, None
+        try:
+            return self._inspect(self._stager.take()), None
+        except Exception as caught:  # noqa: BLE001 - a failed save never stops training
+            return None, f"the guard could not look at the state ({_describe(caught)})"
+
     def _finish(
         self, step: int, writer: ChecksumWriter, future: Any, stall_s: float, error: str | None
     ) -> None:
         started = time.monotonic()
+        scan: Scan | None = None
         if error is None:
+            scan, problem = self._look()  # while the files are written
             try:
                 future.result()
+                error = problem
             # DCP's own exception is not an Exception, and would end the thread without a trace.
             except (Exception, CheckpointException) as caught:  # noqa: BLE001
                 error = _describe(writer.problem or caught)
-        share = _Share(writer.entries, stall_s, error)
+        share = _Share(writer.entries, stall_s, error, scan)
         rank = dist.get_rank(self._group)
         shares: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None
         try:
@@ -171,6 +206,7 @@ def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
         stall_s=max(share.stall_s for share in shares),
         write_s=write_s,
         error="; ".join(errors[:3]) or None,
+        guard=report([share.scan for share in shares if share.scan is not None]),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.skips import Skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +40,14 @@ class TrackerOptions:
         prior_mtbf_s: mean time between failures before any was seen, seconds.
         prior_weight: failures that the prior is worth.
         max_fruitless: attempts in a row without a new step before the run is stopped.
+        guard: what may be committed, and what to do when the run is no longer finite.
     """
 
     limits: IntervalLimits
     prior_mtbf_s: float
     prior_weight: float = 1.0
     max_fruitless: int = 3
+    guard: GuardRule = field(default_factory=GuardRule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +73,13 @@ class Attempt:
         generation: of this attempt.
         plan: what to restore; None starts from the beginning.
         directive: how often to save.
+        skips: holes in the run's order.
     """
 
     generation: int
     plan: RestorePlan | None
     directive: Directive
+    skips: tuple[Skip, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from ray_ckpt.checkpoint.manifest import (
     read_manifest,
 )
 from ray_ckpt.errors import ManifestError
+from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.records import RestorePlan, RunFacts
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ def new_manifest(
         data_fingerprint=facts.data_fingerprint,
         versions=facts.versions,
         bitwise_comparable=bool(save["bitwise_comparable"]),
+        skipped=tuple(Skip(**skip) for skip in save.get("skipped", ())),
     )
 
 

@@ -60,7 +60,7 @@ from ray_ckpt.tracker.records import (
     TrackerOptions,
     Verdict,
 )
-from ray_ckpt.tracker.rollback import LEFT, Remedy, choose, left, remedy
+from ray_ckpt.tracker.rollback import LEFT, Remedy, choose, gives_up, left, remedy
 from ray_ckpt.tracker.shelf import (
     discard,
     incomplete,
@@ -362,7 +362,8 @@ class TrackerCore:
         self._check(generation)
         memory, rule = self.memory, self._options.guard
         if memory.trouble is None:
-            entry = choose(self._on_course(), step, memory.rollbacks)
+            further_back = 0 if gives_up(rule, memory.rollbacks) else memory.rollbacks
+            entry = choose(self._on_course(), step, further_back)
             to_step = entry.step if entry else 0
             found = remedy(rule, step=step, what=what, rollbacks=memory.rollbacks, to_step=to_step)
             skipping = found.action == "rollback-and-skip"

@@ -194,6 +194,8 @@ class RunMemory:
     def _on_trouble(self, event: dict[str, Any]) -> None:
         self.trouble = event
         if event["action"] == "stop":
+            # Whoever starts the run again has looked at it: a new row.
+            self.rollbacks = self.trouble_step = 0
             return
         self.rollbacks += 1
         self.trouble_step = max(self.trouble_step, int(event["step"]))

@@ -72,6 +72,11 @@ def choose(
     return found[min(rollbacks, len(found) - 1)] if found else None
 
 
+def gives_up(rule: GuardRule, rollbacks: int) -> bool:
+    """Whether the run stops instead of going back once more."""
+    return rule.on_nonfinite in ("stop", "go-on") or rollbacks >= rule.max_rollbacks
+
+
 def remedy(rule: GuardRule, *, step: int, what: str, rollbacks: int, to_step: int) -> Remedy:
     """Decides what to do.
 
@@ -80,7 +85,7 @@ def remedy(rule: GuardRule, *, step: int, what: str, rollbacks: int, to_step: in
         step: that was no longer finite.
         what: was not finite, in words.
         rollbacks: in a row so far.
-        to_step: where a rollback would go.
+        to_step: where the run goes back to, or would begin again after a stop.
     """
     option = f"--guard.on-nonfinite {rule.on_nonfinite}"
     head = f"the run is no longer finite at step {step}: {what}"
@@ -92,7 +97,7 @@ def remedy(rule: GuardRule, *, step: int, what: str, rollbacks: int, to_step: in
             "(leave out the batches that led there), lower the learning rate, or, if the training function leaves "
             "out such steps itself, --guard.on-nonfinite go-on",
         )
-    if rollbacks >= rule.max_rollbacks:
+    if gives_up(rule, rollbacks):
         times = f"{rollbacks} rollback{'' if rollbacks == 1 else 's'} in a row"
         return Remedy(
             action="stop",

@@ -63,7 +63,8 @@ def scan_state(state: Mapping[str, Any], *, rank: int, ignore: Sequence[str] = (
 def look(tensor: torch.Tensor, *, squares: bool) -> tuple[int, float]:
     """How many values are not finite, and the sum of the squares in float64 (0 when it is not asked for)."""
     num_bad, total = 0, 0.0
-    buffer = torch.empty(min(CHUNK, tensor.numel() * 2), dtype=torch.float64)
+    size = min(CHUNK, tensor.numel() * 2)  # of a complex number two
+    buffer = torch.empty(size, dtype=torch.float64, device=tensor.device)
     for chunk in _chunks(torch.view_as_real(tensor) if tensor.is_complex() else tensor):
         if squares:
             wide = buffer[: chunk.numel()].copy_(chunk)

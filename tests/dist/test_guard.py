@@ -134,6 +134,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_on_all_ranks_and_keeps_what_was
     assert [e["step"] for e in events(config, "commit")] == [3, 6, 9]
 
 
+def test_a_run_whose_last_state_is_refused_is_not_complete(folder: Path) -> None:
+    config = make_config(folder, steps=6, guard=GuardConfig(on_nonfinite="go-on"))
+    (said,) = run_world(_train_broken, 1, config, _Break(5))
+    for word in ("NonfiniteError", "last step 6", "not committed", "the loss of the step is nan"):
+        assert word in said
+    assert not events(config, "finished")
+    assert len(events(config, "quarantine")) == 1, "it is not saved again and again"
+    assert run_world(_train_broken, 1, config, _Break()) == [""]
+    assert [e["step"] for e in events(config, "commit")] == [3, 6]
+
+
 def test_rollbacks_go_further_back_and_end(folder: Path) -> None:
     guard = GuardConfig(on_nonfinite="rollback", max_rollbacks=2)
     config = make_config(folder, steps=12, guard=guard)

@@ -21,6 +21,7 @@ from ray_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointEntry,
     list_checkpoints,
+    read_quarantine_note,
     usable,
 )
 from ray_ckpt.checkpoint.verify import Fault, verify_files
@@ -160,6 +161,9 @@ def command_show(args: argparse.Namespace) -> int:
     run = find_run(args.run, args.storage)
     entries = list_checkpoints(run)
     entry, keeping = pick(entries, args.step), Keeping(run, entries)
+    if entry.manifest is None and entry.quarantined is not None and not args.json:
+        _show_note(entry)
+        return EXIT_FAULT
     if entry.manifest is None:
         print(f"ray-ckpt: {entry.folder / MANIFEST_NAME}: {entry.fault}", file=sys.stderr)
         return EXIT_FAULT
@@ -185,6 +189,17 @@ def command_show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _show_note(entry: CheckpointEntry) -> None:
+    """What is known of a checkpoint that was set aside before it had a manifest."""
+    note = read_quarantine_note(entry.folder) or {}
+    findings = note.pop("findings", [])
+    pairs = [("state", _state(entry)[0]), ("folder", str(entry.folder)), *_flat(note)]
+    print(render_fields(pairs))
+    if findings:
+        rows = [[str(f.get("kind", "")), str(f.get("text", ""))] for f in findings]
+        print("\n" + render_table([Column("FINDING"), Column("WHAT")], rows))
+
+
 def command_verify(args: argparse.Namespace) -> int:
     """`verify RUN [STEP]`: reads every byte of one or of all committed checkpoints."""
     run = find_run(args.run, args.storage)
@@ -194,7 +209,8 @@ def command_verify(args: argparse.Namespace) -> int:
     results = []
     for entry in entries:
         if not entry.committed and args.step is None:
-            _note(f"{entry.folder.name}: not committed, nothing to verify")
+            why = f"quarantined ({entry.quarantined}), " if entry.quarantined else ""
+            _note(f"{entry.folder.name}: {why}not committed, nothing to verify")
             continue
         started_s = time.monotonic()
         faults = _faults(entry)

@@ -28,6 +28,7 @@ from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.journal import JOURNAL_NAME, JsonLines, last_generation
 from ray_ckpt.tracker.lock import RunLock, is_held
 from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.tracker.rollback import passed
 from ray_ckpt.view.human import ago
 from ray_ckpt.view.keeping import recorded_rules
 from ray_ckpt.view.runs import find_run, pick, recall
@@ -155,6 +156,7 @@ def _round(run: Path, rules: Rules, memory: RunMemory, *, driven: bool, delete: 
         in_use={},
         read_back=read_back if delete else None,
         gate=Gate(),
+        passed=passed(memory.left),
         delete=delete,
     )
 

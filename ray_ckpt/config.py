@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from tyro.conf import UseAppendAction
 
+from ray_ckpt.checkpoint.guard import FEW_SAVES, GuardRule, OnNonfinite
 from ray_ckpt.data.catalog import DataSource, parse_sources
 from ray_ckpt.data.plan import check_batch
 from ray_ckpt.data.reader import OnCorrupt
@@ -119,6 +120,52 @@ class SavingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """What a checkpoint must be to be committed, and what a run does that is no longer finite."""
+
+    on_nonfinite: OnNonfinite = "stop"
+    """A loss, gradient norm or state that is not finite: stop the run and say so (nothing is lost, and nobody decides
+    for you); go back to a checkpoint from before and try again; go back and leave out the global batches that led
+    there; or train on, without commits until the state is finite. With a gradient scaler only the state counts."""
+    max_rollbacks: int = 2
+    """Rollbacks in a row; then the run stops. Each goes one checkpoint further back than the one before."""
+    keep: int = 3
+    """Checkpoints that the guard refused and that are kept to be looked at; older ones are deleted."""
+    band_factor: float = 4.0
+    """Refuse a checkpoint whose parameter norm is so many times more or less than at the last saves; 0 for any."""
+    band_saves: int = 8
+    """Saves that make up the band."""
+    ignore: UseAppendAction[tuple[str, ...]] = ()
+    """First parts of names of tensors that may hold anything, such as model.mask; repeatable."""
+
+    def __post_init__(self) -> None:
+        _one_of(OnNonfinite, "--guard.on-nonfinite", self.on_nonfinite)
+        _at_least(1, "--guard.max-rollbacks", self.max_rollbacks)
+        _at_least(0, "--guard.keep", self.keep)
+        _at_least(FEW_SAVES, "--guard.band-saves", self.band_saves)
+        if self.band_factor != 0 and not 1 < self.band_factor < math.inf:
+            raise ConfigError(
+                f"--guard.band-factor {self.band_factor}: must be more than 1, and finite; 0 turns the band off"
+            )
+        for name in self.ignore:
+            if not name.strip("."):
+                raise ConfigError(
+                    f"--guard.ignore {name!r}: an empty name would ignore nothing; give the name of a tensor, as "
+                    "the finding has it, or the first parts of it"
+                )
+
+    def rule(self) -> GuardRule:
+        """What the tracker goes by."""
+        return GuardRule(
+            band_factor=self.band_factor,
+            band_saves=self.band_saves,
+            keep=self.keep,
+            on_nonfinite=self.on_nonfinite,
+            max_rollbacks=self.max_rollbacks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticConfig:
     """How the worker group follows the cluster."""
 
@@ -211,6 +258,7 @@ class Config:
     saving: SavingConfig = field(default_factory=SavingConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", _paths(self.data, "--data"))

@@ -109,6 +109,7 @@ def tracker_options(config: Config) -> TrackerOptions:
         prior_weight=config.policy.prior_weight,
         max_fruitless=config.elastic.max_fruitless_attempts,
         retention=config.retention.rules(),
+        guard=config.guard.rule(),
     )
 
 

@@ -13,6 +13,8 @@ from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import load, verify_together
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RestoreError
+from ray_ckpt.segment import Segment
+from ray_ckpt.skips import Skip
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import TrainState
 from ray_ckpt.tracker.core import Attempt, RestorePlan
@@ -81,7 +83,17 @@ def resume(
         source=plan.name if plan else "",
         reason=plan.reason if plan else "no checkpoint yet",
     )
-    return replace(attempt, segment=segment)
+    return replace(attempt, segment=segment, skips=_skips(attempt, plan, segment))
+
+
+def _skips(attempt: Attempt, plan: RestorePlan | None, segment: Segment) -> tuple[Skip, ...]:
+    """Holes in the order of the segment: those of one before are not its own."""
+    if plan is None:
+        return attempt.skips
+    if segment.number != plan.manifest.segment["number"]:
+        return ()
+    # A journal that was lost takes its holes with it; the checkpoint knows them too.
+    return attempt.skips or plan.manifest.skipped
 
 
 def _check_progress(state: TrainState, plan: RestorePlan, folder: Path) -> None:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,10 +44,11 @@ from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.replaced import RecordedFeed
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
-from ray_ckpt.errors import StorageError
+from ray_ckpt.errors import NonfiniteError, RollbackError, StorageError
 from ray_ckpt.facts import check_run, order_of, tracker_options
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
+from ray_ckpt.skips import stretches
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.tracker.aside import Thread
@@ -55,6 +57,7 @@ from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.tracker.talk import Talk
+from ray_ckpt.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +147,11 @@ class Session:
             nodes=self._nodes,
             first_micro_batch=self.plan.micro_batches[0],
         )
-        self._state, self._segment = state, attempt.segment
+        self._state, self._segment, self._skips = state, attempt.segment, attempt.skips
         self.order = order_of(self.index, self.config, self._segment)
+        self._watch = Watch(
+            self.config.guard, rank=self.rank, device=self.device, scaled=state.is_scaled
+        )
         if self.config.exact and state.progress.step:
             self._spread_model().exponent = state.progress.grad_exponent
         self._steward = Steward(
@@ -161,6 +167,7 @@ class Session:
             group=self._group,
             stager=Stager(self.config.saving.staging, state.optimizers),
             on_result=self._saved,
+            inspect=self._watch.scan,
         )
         self._prepare(self._full_state())
         self._seen = time.monotonic()
@@ -186,7 +193,11 @@ class Session:
         own_step = self._segment.own_step  # an order counts from the start of its segment
         start, stop = own_step(self.progress.step), own_step(self.config.steps)
         self._transform = transform
-        for micro_batches in self._feed().steps(start, stop):
+        holes = [replace(skip, from_step=own_step(skip.from_step)) for skip in self._skips]
+        feed = self._feed()
+        for micro_batches in chain.from_iterable(
+            feed.steps(*each) for each in stretches(start, stop, holes)
+        ):
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -204,6 +215,10 @@ class Session:
 
         Returns:
             The global loss and what the ranks agreed on.
+
+        Raises:
+            NonfiniteError: the run is no longer finite, and stops (``--guard.on-nonfinite``).
+            RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
         state, batch = self._restored(), self._batch
         if batch is None:
@@ -227,6 +242,7 @@ class Session:
                 wants_report=self._reporter is not None and self._reporter.waiting,
                 digest=digest_samples(batch.micro_batches),
                 rng_digest=batch.rng_digest,
+                trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
             ),
             self.device,
             self.plan.num_micro_batches,
@@ -243,6 +259,8 @@ class Session:
             # Most optimizers make their state in the first step.
             self._prepare(self._full_state())
         hold_s = self._save() if agreement.save else 0.0
+        if self._watch.must_end(agreement):
+            self._end()
         if agreement.report and self._reporter is not None:
             self._reporter.report()
         self._steward.exchange(flush=agreement.save)
@@ -256,9 +274,12 @@ class Session:
 
         Raises:
             StorageError: the last checkpoint could not be committed.
+            NonfiniteError: the guard refused it, or one before it.
+            RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
         state = self._restored()
         self._saver.wait(self.config.saving.timeout_s)
+        self._check_last_save()
         if state.progress.step < self.config.steps:
             self._steward.exchange(flush=True)
             return
@@ -273,11 +294,46 @@ class Session:
                 )
             self._save()
             self._saver.wait(self.config.saving.timeout_s)
+            self._check_last_save()
         if self._reporter is not None and self._talk.told(self._reporter.waiting):
             self._reporter.report()
         self._steward.exchange(flush=True)
         self._talk.ask("finished", generation=self._steward.generation, step=state.progress.step)
         self._saver.close(self.config.saving.timeout_s)
+
+    # ---- no longer sane -------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Ends the attempt on all ranks, as the tracker says."""
+        # What is in flight may be the checkpoint to go back to.
+        self._saver.wait(self.config.saving.timeout_s)
+        self._steward.exchange(flush=True)
+        step, what = self._steward.trouble or (
+            self.progress.step,
+            self._watch.what(self._steward.last_record),
+        )
+        remedy = self._talk.ask(
+            "trouble",
+            generation=self._steward.generation,
+            step=step,
+            what=what,
+            skips=self._skips,
+        )
+        raise (NonfiniteError if remedy.action == "stop" else RollbackError)(remedy.reason)
+
+    def _check_last_save(self) -> None:
+        """Ends a run whose last save was refused; no later one will make it good."""
+        goes_on = self.config.guard.on_nonfinite == "go-on"
+        if self._talk.told(self._steward.trouble is not None and not goes_on):
+            self._end()
+        step = self.progress.step
+        last = step == self.config.steps
+        if last and self._talk.told(self._steward.refused_step == step):
+            raise NonfiniteError(
+                f"the state of the last step {step} is kept, but not committed ({self._steward.problem}). Start the "
+                "run again: it goes on from the checkpoint before. If the state is good, say so with "
+                "--guard.band-factor 0 or --guard.ignore NAME."
+            )
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -381,7 +437,7 @@ class Session:
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
         progress = self.progress
-        self._saving = progress, self._steward.last_record.get("loss", math.nan)
+        self._saving = progress, self._steward.last_record
         hold_s = self._steward.saving(progress.step)
         self._saver.save(progress.step, self._full_state)
         return hold_s
@@ -396,7 +452,7 @@ class Session:
 
     def _saved(self, result: SaveResult) -> None:
         """On rank 0, in the background: asks the tracker to commit what was written."""
-        progress, loss = self._saving
+        progress, record = self._saving
         save: dict[str, Any] = {
             "step": result.step,
             "samples": progress.samples,
@@ -406,9 +462,10 @@ class Session:
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,
-            "metrics": {"loss": loss},
-            "guard": {},
-            "bitwise_comparable": True,
+            "metrics": {"loss": record.get("loss", math.nan)},
+            "guard": self._watch.report(result.guard, record),
+            "bitwise_comparable": self._watch.bitwise_comparable,
+            "skipped": [asdict(skip) for skip in self._skips],
         }
         if self._steward.commit(save) and self._reporter is not None:
             self._reporter.committed(result.step, self._steward.generation, save["metrics"])

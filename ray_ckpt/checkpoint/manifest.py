@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ray_ckpt.errors import ManifestError, StorageError
+from ray_ckpt.skips import Skip
 
 MANIFEST_NAME = "COMMITTED.json"
 QUARANTINE_NAME = "QUARANTINED.json"
@@ -38,6 +39,7 @@ CHECKPOINTS_DIR = "checkpoints"
 SCHEMA = 1
 CHECKSUM_ALGORITHM = "xxh3_128"
 NO_MANIFEST = "no manifest"
+GUARD = "guard"
 
 _NAME = re.compile(r"step-([0-9]{8,})-g([0-9]+)")
 _HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -48,7 +50,7 @@ _READ_PAUSES_S = (0.05, 0.2)  # waits between tries: a flaky read is retried, a 
 _T = TypeVar("_T")
 
 # Fields that manifests of this schema have not always had: where one lacks, its default holds.
-_ADDED = frozenset({"segment"})
+_ADDED = frozenset({"segment", "skipped"})
 _FIRST_SEGMENT = {"number": 0, "start_step": 0, "start_offset": 0, "reason": ""}
 
 
@@ -126,6 +128,8 @@ class Manifest:
     """Whether a resume with the same world size should repeat the same bits."""
     segment: Mapping[str, Any] = field(default_factory=lambda: dict(_FIRST_SEGMENT))
     """Segment of the run that it was made in: `number`, `start_step`, `start_offset` (samples), `reason`."""
+    skipped: tuple[Skip, ...] = ()
+    """Global batches that the run left out of its order; none in manifests older than this field."""
     checksum_algorithm: str = CHECKSUM_ALGORITHM
     """Algorithm of the checksums in `files`."""
     schema: int = SCHEMA
@@ -199,6 +203,9 @@ class Manifest:
         values["files"] = tuple(_file_entry(entry) for entry in values["files"])
         _require_type("metrics", values["metrics"], (dict,))
         values["metrics"] = {k: _number(k, v) for k, v in values["metrics"].items()}
+        if "skipped" in values:
+            _require_type("skipped", values["skipped"], (list,))
+            values["skipped"] = tuple(_skip(item) for item in values["skipped"])
         return cls(**values)
 
 
@@ -333,7 +340,13 @@ def usable(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
 
 
 def write_quarantine(
-    folder: Path, reason: str, *, time_s: float, findings: list[dict[str, Any]] | None = None
+    folder: Path,
+    reason: str,
+    *,
+    time_s: float,
+    findings: list[dict[str, Any]] | None = None,
+    by: str = "",
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Marks a checkpoint as bad for good; the first reason stays.
 
@@ -342,6 +355,8 @@ def write_quarantine(
         reason: one sentence.
         time_s: now, seconds since the epoch.
         findings: details, such as `[{"path": ..., "fault": ...}]`.
+        by: who found it; `GUARD` for a checkpoint that was therefore never committed.
+        facts: what else the note says.
 
     Raises:
         StorageError: the disk refused; the checkpoint is still offered.
@@ -349,7 +364,9 @@ def write_quarantine(
     path = folder / QUARANTINE_NAME
     if read_bytes(path) is not None:
         return
-    note = {"time": time_s, "reason": reason, "findings": findings or []}
+    note = {"time": time_s, "reason": reason, "findings": findings or [], **(facts or {})}
+    if by:
+        note["by"] = by
     write_atomically(path, json.dumps(_without_nonfinite(note), indent=1).encode() + b"\n")
 
 
@@ -359,14 +376,25 @@ def read_quarantine(folder: Path) -> str | None:
     Raises:
         StorageError: storage failed; whether it is quarantined is not known.
     """
+    note = read_quarantine_note(folder)
+    return None if note is None else str(note["reason"])
+
+
+def read_quarantine_note(folder: Path) -> dict[str, Any] | None:
+    """All that a quarantine says, `reason` at least; None when there is none.
+
+    Raises:
+        StorageError: storage failed; whether it is quarantined is not known.
+    """
     data = read_bytes(folder / QUARANTINE_NAME)
     if data is None:
         return None
     try:
-        return str(json.loads(data)["reason"])
+        note = json.loads(data)
+        return {**note, "reason": str(note["reason"])}
     except (ValueError, KeyError, TypeError):
         # Somebody wanted this checkpoint out of use; a damaged note does not bring it back.
-        return f"{QUARANTINE_NAME} is there but damaged"
+        return {"reason": f"{QUARANTINE_NAME} is there but damaged"}
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -484,6 +512,12 @@ def _file_entry(item: object) -> FileEntry:
     if not isinstance(item, dict) or not {"path", "bytes", "checksum"} <= item.keys():
         raise ValueError("an item of files is not {path, bytes, checksum}")
     return FileEntry(item["path"], item["bytes"], item["checksum"])
+
+
+def _skip(item: object) -> Skip:
+    if not isinstance(item, dict) or not {"from_step", "steps"} <= item.keys():
+        raise ValueError("an item of skipped is not {from_step, steps}")
+    return Skip(from_step=item["from_step"], steps=item["steps"])
 
 
 def _number(name: str, value: object) -> float:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ray_ckpt.checkpoint.guard import Scan, report
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, FileEntry, checkpoint_name
 from ray_ckpt.checkpoint.staging import StagedCopy, Stager
 from ray_ckpt.checkpoint.writer import ChecksumWriter
@@ -40,6 +41,7 @@ class SaveResult:
         stall_s: longest time a rank stood still, seconds.
         write_s: time from the end of the stall until the last rank's files were on the disk, seconds.
         error: what went wrong on which rank; None when all files are in place.
+        guard: what the guard found in the state (:func:`ray_ckpt.checkpoint.guard.report`).
     """
 
     step: int
@@ -47,6 +49,7 @@ class SaveResult:
     stall_s: float
     write_s: float
     error: str | None
+    guard: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class _Share:
     files: list[FileEntry]
     stall_s: float
     error: str | None
+    scan: Scan | None = None
 
 
 class Saver:
@@ -67,6 +71,7 @@ class Saver:
         group: gloo process group of all ranks that nothing else uses.
         stager: makes the copies.
         on_result: called on rank 0, in the background thread, with the outcome of each save.
+        inspect: called on every rank, in the background thread, with the staged copy of its state.
     """
 
     def __init__(
@@ -77,7 +82,9 @@ class Saver:
         group: dist.ProcessGroup,
         stager: Stager,
         on_result: Callable[[SaveResult], None],
+        inspect: Callable[[dict[str, Any]], Scan] | None = None,
     ) -> None:
+        self._inspect = inspect
         self._run_dir, self._generation, self._group = run_dir, generation, group
         self._on_result = on_result
         self._stager = stager
@@ -135,6 +142,15 @@ class Saver:
             self._stager.close()
         return done
 
+    def _look(self, state: dict[str, Any]) -> tuple[Scan | None, str | None]:
+        """What the guard sees in the staged copy; or why it could not look, and then nothing is committed."""
+        if self._inspect is None:
+            return None, None
+        try:
+            return self._inspect(state), None
+        except Exception as caught:  # noqa: BLE001 - a failed save never stops training
+            return None, f"the guard could not look at the state ({_describe(caught)})"
+
     def _finish(
         self,
         step: int,
@@ -145,6 +161,7 @@ class Saver:
     ) -> None:
         started = time.monotonic()
         state: dict[str, Any] = {}
+        scan: Scan | None = None
         if copy is not None:
             try:
                 state = copy.finish()
@@ -156,7 +173,9 @@ class Saver:
             # DCP writes together or not at all: without this the others would wait for a rank without a copy.
             if self._all(error is None):
                 error = self._write(state, writer)
-            share = _Share(writer.entries, stall_s + (copy.waited_s if copy else 0.0), error)
+                scan, problem = self._look(state)
+                error = error or problem
+            share = _Share(writer.entries, stall_s + (copy.waited_s if copy else 0.0), error, scan)
             dist.gather_object(share, shares, group=self._group, group_dst=0)
         except RuntimeError as caught:
             # A peer died: the attempt is ending, and nothing was committed.
@@ -190,6 +209,7 @@ def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
         stall_s=max(share.stall_s for share in shares),
         write_s=write_s,
         error="; ".join(errors[:3]) or None,
+        guard=report([share.scan for share in shares if share.scan is not None]),
     )
 
 

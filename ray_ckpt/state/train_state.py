@@ -155,6 +155,11 @@ class TrainState:
         self._parts[name] = item
         (self._own_table if per_rank else self._table)[name] = make_part(name, item)
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether there is a gradient scaler."""
+        return "scaler" in self._parts
+
     def state_dict(self) -> dict[str, Any]:
         """The state as nested dictionaries of tensors; model tensors are references, not copies.
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, MANIFEST_NAME, read_manifest
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import ManifestError, StorageError
 from ray_ckpt.tiers.collect import Gate, Outcome, collect, mend
-from ray_ckpt.tiers.retention import Verdict, plan, to_read_back
+from ray_ckpt.tiers.retention import Record, Verdict, plan, to_read_back
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stock import Stock, judge_orphans, take_stock
 
@@ -37,6 +37,7 @@ class Round:
         in_use: name to what it is used for, in words.
         read_back: how a checkpoint is read back; None for not at all.
         gate: ends the round when it is shut.
+        passed: why a checkpoint, although it is whole, is never restored; None when it may be.
         delete: False only looks and judges.
     """
 
@@ -49,6 +50,7 @@ class Round:
     in_use: Mapping[str, str]
     read_back: ReadBack | None
     gate: Gate
+    passed: Callable[[Record], str | None] = lambda record: None
     delete: bool = True
 
 
@@ -89,6 +91,7 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
     if task.delete:
         mend(task.run_dir)
     stock = take_stock(task.run_dir, verified=task.verified, in_use=task.in_use)
+    stock = replace(stock, records=tuple(_judged(record, task) for record in stock.records))
     policies, limit = task.rules.policies(), task.rules.quarantined
     to_read = to_read_back(stock.records, policies, quarantined=limit)
     if to_read and task.read_back is not None:
@@ -119,6 +122,12 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
         to_read=to_read,
         outcomes=tuple(outcomes),
     )
+
+
+def _judged(record: Record, task: Round) -> Record:
+    """A record that says that the run cannot use it: it must not stand in for one that it can."""
+    why = task.passed(record)
+    return replace(record, quarantined=why) if why and record.quarantined is None else record
 
 
 def read_back(folder: Path) -> list[Fault]:

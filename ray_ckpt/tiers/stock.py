@@ -26,6 +26,7 @@ class Orphan:
         written_at: when the last of its files was written, seconds since the epoch.
         leaving: whether it was a checkpoint whose deletion did not come to its end.
         pinned: why it is pinned, one sentence a pin.
+        refused: why the guard did not let it be committed; None when it did not refuse it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Orphan:
     written_at: float
     leaving: bool = False
     pinned: tuple[str, ...] = ()
+    refused: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +110,8 @@ def judge_orphans(
             why = f"pinned: {orphan.pinned[0]}"
         elif orphan.leaving:
             keep, why = False, "its deletion was begun and not finished"
+        elif orphan.refused is not None:
+            why = f"evidence, refused by the guard: {orphan.refused}"  # which limits their number
         elif orphan.generation >= present_generation:
             why = "not committed, and its save may be in flight"
         elif age_s <= grace_s:
@@ -151,4 +155,5 @@ def _orphan(entry: CheckpointEntry, pinned: tuple[str, ...]) -> Orphan:
         written_at=max(times_s),
         leaving=leaving.is_file(),
         pinned=pinned,
+        refused=entry.quarantined,
     )

@@ -19,8 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.checkpoint.guard import is_nonfinite, judge
 from ray_ckpt.checkpoint.manifest import (
     CHECKPOINTS_DIR,
+    GUARD,
     CheckpointEntry,
     Manifest,
     checkpoint_name,
@@ -36,8 +38,10 @@ from ray_ckpt.errors import (
     RestoreError,
     StaleGenerationError,
     StorageError,
+    UnsaneStateError,
 )
 from ray_ckpt.segment import Segment
+from ray_ckpt.skips import Skip, skip_past
 from ray_ckpt.tiers.housekeeping import ReadBack, read_back
 from ray_ckpt.tracker.aside import Aside
 from ray_ckpt.tracker.journal import (
@@ -60,6 +64,8 @@ from ray_ckpt.tracker.records import (
     TrackerOptions,
     Verdict,
 )
+from ray_ckpt.tracker.refused import refuse, set_aside
+from ray_ckpt.tracker.rollback import LEFT, Remedy, choose, gives_up, left, remedy
 from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.shelf import (
     discard,
@@ -164,7 +170,12 @@ class TrackerCore:
         self._keeper.begin()
         self._pace.begin_attempt()
         self._decide()
-        return Attempt(generation=generation, plan=self._plan(entry), directive=self._directive())
+        return Attempt(
+            generation=generation,
+            plan=self._plan(entry),
+            directive=self._directive(),
+            skips=self.memory.skips,
+        )
 
     def restored(
         self, generation: int, step: int, seconds: float, source: str, reason: str
@@ -259,6 +270,10 @@ class TrackerCore:
         Returns:
             Whether the run goes on.
         """
+        trouble = self.memory.trouble
+        if trouble is not None and kind in ("worker_error", "lost"):
+            # The attempt ended because it said so before.
+            kind, cause = "nonfinite", str(trouble["reason"])
         if not group or group != self.memory.last_group:
             step, kept = self._last_step, self._kept_step()
             lost_steps = max(0, step - kept)
@@ -274,6 +289,8 @@ class TrackerCore:
             )
             self._last_step = step - lost_steps
             self._decide()
+        if trouble is not None and trouble["action"] == "stop":
+            return Verdict(go_on=False, reason=str(trouble["reason"]))
         fruitless = self.memory.fruitless
         if fruitless >= self._options.max_fruitless:
             return Verdict(
@@ -325,7 +342,11 @@ class TrackerCore:
         self._check(generation)
         step = int(save["step"])
         folder = self._dir / CHECKPOINTS_DIR / checkpoint_name(step, generation)
-        manifest, problem = self._place(folder, generation, save)
+        try:
+            manifest, problem = self._place(folder, generation, save)
+        except UnsaneStateError as error:
+            self._set_aside(folder, save, error)
+            return False
         if manifest is None and problem:
             self._record("save_failed", step=step, name=folder.name, error=problem)
             discard(folder)
@@ -346,6 +367,8 @@ class TrackerCore:
             stall_s=float(save["stall_s"]),
             upload_s=float(save["upload_s"]),
             exposure_s=self.memory.exposure_s,
+            param_norm=manifest.guard.get("param_norm"),
+            guard_s=manifest.guard.get("seconds"),
         )
         self._decide()
         self._keeper.after_save()
@@ -356,11 +379,7 @@ class TrackerCore:
         segment = self._segments.newest
         if not segment.number or self.memory.first_of_segment not in ("", name):
             return
-        try:
-            self.pin(name, f"first checkpoint of segment {segment.number} ({segment.reason})")
-        except (ConfigError, StorageError):
-            # What cannot be pinned is still a checkpoint, and training goes on.
-            logger.exception("%s could not be pinned", name)
+        self._pin(name, f"first checkpoint of segment {segment.number} ({segment.reason})")
 
     def _place(
         self, folder: Path, generation: int, save: dict[str, Any]
@@ -379,6 +398,8 @@ class TrackerCore:
             problem = save["error"] or incomplete(folder, save["files"])
             if problem:
                 return None, str(problem)
+            found, rule = save["guard"], self._options.guard
+            refuse(judge(found, [norm for _, norm in self.memory.norms], rule), found)
             manifest = new_manifest(
                 self._facts,
                 generation,
@@ -392,6 +413,74 @@ class TrackerCore:
             return None, str(error)
         except (TypeError, LookupError) as error:
             return None, f"the report of the save cannot be understood ({error!r})"
+
+    def _set_aside(self, folder: Path, save: dict[str, Any], error: UnsaneStateError) -> None:
+        if folder.name in self.memory.refusals:
+            return  # the same call again
+        found = save["guard"]
+        facts = {
+            "step": int(save["step"]),
+            "samples": save["samples"],
+            "loss": save["metrics"].get("loss"),
+            "param_norm": found.get("param_norm"),
+        }
+        keep, now = self._options.guard.keep, self._clock()
+        set_aside(folder, error, facts, time_s=now, keep=keep)
+        self._record(
+            "quarantine",
+            name=folder.name,
+            by=GUARD,
+            reason=error.reason,
+            findings=error.findings,
+            guard_s=found.get("seconds"),
+            **facts,
+        )
+
+    def refusal(self, generation: int, step: int) -> dict[str, Any] | None:
+        """Why the guard refused a save of the present attempt: ``reason`` and ``nonfinite``; None if it did not."""
+        self._check(generation)
+        event = self.memory.refusals.get(checkpoint_name(step, generation))
+        if event is None:
+            return None
+        return {"reason": event["reason"], "nonfinite": is_nonfinite(event["findings"])}
+
+    def trouble(self, generation: int, step: int, what: str, skips: tuple[Skip, ...]) -> Remedy:
+        """Decides what a run does that is no longer finite; the attempt ends after it.
+
+        Args:
+            generation: of the attempt.
+            step: first step that is known not to be finite.
+            what: was not finite, in words.
+            skips: holes in the order of the attempt.
+        """
+        self._check(generation)
+        memory, rule = self.memory, self._options.guard
+        if memory.trouble is None:
+            further_back = 0 if gives_up(rule, memory.rollbacks) else memory.rollbacks
+            entry = choose(self._on_course(), step, further_back)
+            to_step = entry.step if entry else 0
+            found = remedy(rule, step=step, what=what, rollbacks=memory.rollbacks, to_step=to_step)
+            skipping = found.action == "rollback-and-skip"
+            after = skip_past(skips, to_step, step) if skipping else skips
+            if entry and found.action != "stop":
+                self._pin(entry.folder.name, f"the run went back to it from step {step}")
+            self._record(
+                "trouble",
+                step=step,
+                what=what,
+                to=entry.folder.name if entry else "",
+                to_step=to_step,
+                skips=[asdict(skip) for skip in after],
+                must=True,  # the next attempt goes by it
+                **asdict(found),
+            )
+        event = memory.trouble or {}
+        return Remedy(action=event["action"], reason=event["reason"])
+
+    def _on_course(self) -> list[CheckpointEntry]:
+        """Usable checkpoints of the course that the run is on, newest first."""
+        entries = usable(list_checkpoints(self._dir))
+        return [entry for entry in entries if not left(entry, self.memory.left)]
 
     def request_save(self, reason: str, hold_s: float = 0.0) -> int:
         """Asks the workers for a save at their next step; returns the number of the request.
@@ -430,6 +519,13 @@ class TrackerCore:
         """
         self._keeper.unpin(name, reason)
 
+    def _pin(self, name: str, reason: str) -> None:
+        try:
+            self.pin(name, reason)
+        except (ConfigError, StorageError):
+            # What cannot be pinned is still a checkpoint, and training goes on.
+            logger.exception("%s could not be pinned", name)
+
     # ---- looking --------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
@@ -446,6 +542,8 @@ class TrackerCore:
             "step_time_s": self._pace.step_time_s,
             "commits": memory.commits,
             "failed_saves": memory.failed_saves,
+            "refused": memory.refused,
+            "saves_settled": memory.commits + memory.refused,
             "last_commit_step": memory.last_commit_step,
             "last_commit_time": memory.last_commit_time,
             "interruptions": dict(memory.interruptions),
@@ -476,7 +574,7 @@ class TrackerCore:
     def _kept_step(self) -> int:
         """Where a new attempt would begin."""
         try:
-            entry = next(iter(usable(list_checkpoints(self._dir))), None)
+            entry = next(iter(self._on_course()), None)
         except StorageError:
             logger.exception("what is kept cannot be told now; the next restore will tell")
             return self._last_step
@@ -526,10 +624,14 @@ class TrackerCore:
             if damaged and entry.quarantined is None:
                 # Somebody once promised this checkpoint; that it cannot be used must be seen.
                 self._quarantine(entry.folder.name, f"manifest: {entry.fault}", [])
-        good = [entry for entry in usable(entries) if entry.folder.name not in self._unreadable]
+        good = [
+            entry
+            for entry in usable(entries)
+            if entry.folder.name not in self._unreadable and not left(entry, self.memory.left)
+        ]
         # The journal counts too: manifests that are all gone do not make a new run.
         if not good and (self.memory.commits or any(entry.committed for entry in entries)):
-            reasons = [f"{e.folder.name}: {why_not(e, self._unreadable)}" for e in entries[:3]]
+            reasons = [f"{e.folder.name}: {why_not(e, self._passed(entries))}" for e in entries[:3]]
             raise RestoreError(
                 f"run {self._facts.run!r} has committed checkpoints, and none below "
                 f"{self._dir / CHECKPOINTS_DIR} can be used ({'; '.join(reasons) or 'the folder is empty'}). "
@@ -548,7 +650,13 @@ class TrackerCore:
         if entry is None:
             return None
         self._keeper.restoring(entry.folder.name)
-        return restore_plan(entry, list_checkpoints(self._dir), self._unreadable)
+        entries = list_checkpoints(self._dir)
+        return restore_plan(entry, entries, self._passed(entries))
+
+    def _passed(self, entries: list[CheckpointEntry]) -> dict[str, str]:
+        """Usable checkpoints that are passed over just now, and why."""
+        others = {entry.folder.name: LEFT for entry in entries if left(entry, self.memory.left)}
+        return {**others, **self._unreadable}
 
     def _decide(self) -> None:
         decision = self._pace.decide(self.memory)

@@ -23,6 +23,7 @@ from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.aside import Aside, Inline
 from ray_ckpt.tracker.journal import JOURNAL_NAME, last_generation
 from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.tracker.rollback import passed
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class Keeper:
             in_use=dict(self._in_use),
             read_back=self._read if self._may_read else None,
             gate=self._gate,
+            passed=passed(self._memory.left),
         )
         now_s = self._clock()
         return lambda: keep_house(task, now_s=now_s)

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.segment import FIRST, Segment
+from ray_ckpt.skips import Skip
 from ray_ckpt.tiers.rules import Rules
 
 
@@ -47,6 +49,7 @@ class TrackerOptions:
         prior_weight: failures that the prior is worth.
         max_fruitless: attempts in a row without a new step before the run is stopped.
         retention: which checkpoints are kept; by default all.
+        guard: what may be committed, and what to do when the run is no longer finite.
     """
 
     limits: IntervalLimits
@@ -54,6 +57,7 @@ class TrackerOptions:
     prior_weight: float = 1.0
     max_fruitless: int = 3
     retention: Rules = field(default_factory=Rules)
+    guard: GuardRule = field(default_factory=GuardRule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +84,14 @@ class Attempt:
         plan: what to restore; None starts from the beginning.
         directive: how often to save.
         segment: that it trains in; known once it has restored.
+        skips: holes in the run's order.
     """
 
     generation: int
     plan: RestorePlan | None
     directive: Directive
     segment: Segment = FIRST
+    skips: tuple[Skip, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from ray_ckpt.checkpoint.manifest import (
 )
 from ray_ckpt.errors import ManifestError
 from ray_ckpt.segment import FIRST, Segment
+from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.records import RestorePlan, RunFacts
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ def new_manifest(
         versions=facts.versions,
         bitwise_comparable=bool(save["bitwise_comparable"]),
         segment=segment.mark(),
+        skipped=tuple(Skip(**skip) for skip in save.get("skipped", ())),
     )
 
 

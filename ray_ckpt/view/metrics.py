@@ -26,6 +26,14 @@ class Metrics:
         self._bytes = Counter("ckpt_committed_bytes_total", "Bytes in committed checkpoints.", keys)
         self._failed = Counter("ckpt_save_failures_total", "Saves that failed.", keys)
         self._deleted = Counter("ckpt_deletes_total", "Checkpoints deleted by the rules.", keys)
+        self._refused = Counter(
+            "ckpt_quarantined_total",
+            "Checkpoints set aside: refused by the guard, or damaged.",
+            keys,
+        )
+        self._rollbacks = Counter(
+            "ckpt_rollbacks_total", "Times the run went back because it was not finite.", keys
+        )
         self._lost = Counter("ckpt_lost_steps_total", "Steps executed and lost.", keys)
         self._interruptions = Counter(
             "ckpt_interruptions_total", "Attempts that ended early, by kind.", (*keys, "kind")
@@ -57,6 +65,10 @@ class Metrics:
             self._failed.inc(1, tags)
         elif kind == "delete":
             self._deleted.inc(1, tags)
+        elif kind == "quarantine":
+            self._refused.inc(1, tags)
+        elif kind == "trouble" and event["action"] != "stop":
+            self._rollbacks.inc(1, tags)
         elif kind == "interruption":
             self._interruptions.inc(1, {**tags, "kind": event["kind"]})
             self._lose(event["lost_steps"])

@@ -47,7 +47,16 @@ def _save_failed(e: dict[str, Any]) -> str:
 
 
 def _quarantine(e: dict[str, Any]) -> str:
+    if e.get("by") == "guard":
+        return (
+            f"QUARANTINED {e['name']}, it is kept to be looked at and not committed: {e['reason']} "
+            f"(loss {e.get('loss')})"
+        )
     return f"QUARANTINED {e['name']}, it will not be restored: {e['reason']}"
+
+
+def _trouble(e: dict[str, Any]) -> str:
+    return f"NOT FINITE: {e['reason']}"
 
 
 def _skipped(e: dict[str, Any]) -> str:
@@ -111,6 +120,7 @@ _TELLERS = {
     "save_failed": _save_failed,
     "save_requested": _save_requested,
     "quarantine": _quarantine,
+    "trouble": _trouble,
     "skipped": _skipped,
     "interruption": _interruption,
     "segment": _segment,

@@ -236,7 +236,26 @@ def test_a_sealed_manifest_with_a_wrong_value_is_refused(tmp_path, change, fault
     assert str(folder / MANIFEST_NAME) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(set(make_manifest().to_json()) - {"segment"}))
+def test_a_manifest_from_before_runs_could_skip_is_read_as_one_that_skips_nothing(tmp_path):
+    folder = commit(tmp_path)
+    document = make_manifest().to_json()
+    del document["skipped"]
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(document))
+    assert read_manifest(folder).skipped == ()
+
+
+@pytest.mark.parametrize(
+    "bad", [None, {}, [3], [{"from_step": 1}], [{"from_step": -1, "steps": 2}]]
+)
+def test_a_hole_that_is_none_is_refused(tmp_path, bad):
+    folder = commit(tmp_path)
+    document = {**make_manifest().to_json(), "skipped": bad}
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(document))
+    with pytest.raises(ManifestError, match="skip"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", sorted(set(make_manifest().to_json()) - {"segment", "skipped"}))
 def test_every_field_is_required(tmp_path, name):
     folder = commit(tmp_path)
     document = make_manifest().to_json()

@@ -174,6 +174,7 @@ def command_show(args: argparse.Namespace) -> int:
     document["committed_at"] = f"{when} ({ago(committed_at, time.time())})"
     for name in ("sample_offset", "tokens"):
         document[name] = f"{document[name]} ({human_count(document[name])})"
+    document["segment"] = _segment(document["segment"])
     pairs = [("state", _state(entry)[0]), *keeping.fields(entry.folder.name)]
     pairs += [("folder", str(entry.folder)), *_flat(document)]
     pairs.append(("files", f"{len(files)}, {human_bytes(entry.manifest.total_bytes)}"))
@@ -266,6 +267,14 @@ def _state(entry: CheckpointEntry) -> tuple[str, Style]:
     if entry.manifest is None:
         return f"DAMAGED: {entry.fault}", "bad"
     return "committed", ""
+
+
+def _segment(mark: dict[str, Any]) -> str:
+    """The segment of a checkpoint in one line; the first needs no explanation."""
+    if not mark["number"]:
+        return "0"
+    since = f"since step {mark['start_step']}, sample {mark['start_offset']}"
+    return f"{mark['number']}, {since}: {mark['reason']}"
 
 
 def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ DEFAULT_HOME = "~/ray_ckpt"
 FeedKind = Literal["ray", "local"]
 GpuUse = Literal["auto", "yes", "no"]
 Parallel = Literal["ddp", "fsdp"]
+StagingMode = Literal["blocking", "overlapped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,8 @@ class SavingConfig:
     """Longest wait for a save in flight when the run ends, and for a worker that does not answer, seconds."""
     final_tries: int = 3
     """Times the last save of a run is tried before the run is called failed."""
+    staging: StagingMode = "blocking"
+    """Training stands still for the copy, or only the optimizer's next step waits for it (overlapped)."""
     report_to_ray: bool = True
     """Tell Ray Train of each commit, so that Result.checkpoint and get_checkpoint() know it."""
     allow_missing: UseAppendAction[tuple[str, ...]] = ()
@@ -106,6 +109,7 @@ class SavingConfig:
     def __post_init__(self) -> None:
         _more_than_0("--saving.timeout-s", self.timeout_s, " s")
         _at_least(1, "--saving.final-tries", self.final_tries)
+        _one_of(StagingMode, "--saving.staging", self.staging)
         for name in self.allow_missing:
             if not name.strip("."):
                 raise ConfigError(
@@ -198,6 +202,8 @@ class Config:
     """How the model is spread over workers: whole copies (DDP) or shards (FSDP2)."""
     exact: bool = False
     """Sum gradients so that losses and weights are the same bits for any number of workers; slower."""
+    change_at_resume: str = ""
+    """Why, in words, this resume has other data, weights, batch sizes, row length or window: starts a segment."""
     log_every: int = 10
     """Steps between progress lines."""
     reading: ReadingConfig = field(default_factory=ReadingConfig)
@@ -219,6 +225,11 @@ class Config:
         _at_least(1, "--log-every", self.log_every)
         _one_of(Parallel, "--parallel", self.parallel)
         check_batch(self.global_batch, self.micro_batch)
+        if self.change_at_resume and not self.change_at_resume.strip():
+            raise ConfigError(
+                f"--change-at-resume {self.change_at_resume!r}: give the reason in words; it stays on record with "
+                "the run"
+            )
         low, high = self.worker_range
         most = self.global_batch // self.micro_batch
         if not 1 <= low <= high:

@@ -59,3 +59,7 @@ class StaleGenerationError(RayCkptError):
 
 class StateError(RayCkptError, TypeError):
     """A part of the training state cannot be saved, or is not what it is given as."""
+
+
+class MemoryShortError(RayCkptError):
+    """A node has less memory than saving takes."""

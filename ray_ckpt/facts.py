@@ -12,19 +12,29 @@ from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data
 from ray_ckpt.data.mixture import Order, mixed_order
 from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.data.permute import mix
 from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
 from ray_ckpt.view.summary import snapshot_problem
 
+_SEGMENT = 7  # the purpose of a draw, as those in order.py, reader.py and mixture.py
 
-def global_order(config: Config) -> Order:
+
+def global_order(config: Config, segment: Segment = FIRST) -> Order:
     """The global order of samples that a configuration names."""
-    return order_of(load_data(config.sources), config)
+    return order_of(load_data(config.sources), config, segment)
 
 
-def order_of(index: Index, config: Config) -> Order:
-    """The global order of some data."""
+def order_of(index: Index, config: Config, segment: Segment = FIRST) -> Order:
+    """The global order of some data, in a segment of a run.
+
+    Segment 0 draws from the run's seed. A later one has its own: a run whose batch changed would see again
+    the rows that it began with, first.
+    """
+    number = segment.number
+    seed = mix(config.seed, number, _SEGMENT) if number else config.seed
     if isinstance(index, MixedIndex):
         return mixed_order(
             [part.row_group_sizes for part in index.parts],
@@ -32,20 +42,23 @@ def order_of(index: Index, config: Config) -> Order:
             weights=[source.weight for source in index.sources],
             global_batch=config.global_batch,
             micro_batch=config.micro_batch,
-            seed=config.seed,
+            seed=seed,
             window_groups=config.reading.window_groups,
         )
     return GlobalOrder(
         row_group_sizes=index.row_group_sizes,
         global_batch=config.global_batch,
         micro_batch=config.micro_batch,
-        seed=config.seed,
+        seed=seed,
         window_groups=config.reading.window_groups,
     )
 
 
 def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
-    """Refuses what cannot work; the first start of a run writes down what must stay the same."""
+    """Refuses what cannot work; the first start of a run writes down what must stay the same.
+
+    A change that ``--change-at-resume`` declares is let pass: the tracker makes a segment of it.
+    """
     index = load_data(config.sources)
     if index.seq_len != config.seq_len:
         folders = " and ".join(source.path for source in config.sources)
@@ -64,7 +77,9 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         "--data (fingerprint of its content)": _data_identity(index),
         **identity,
     }
-    check_identity(config.run_dir, names)
+    notice = check_identity(config.run_dir, names, config.change_at_resume)
+    if notice:
+        print(notice, flush=True)
     probe(config.run_dir)
     return RunFacts(
         run=config.run,
@@ -73,6 +88,8 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         data_fingerprint=index.fingerprint,
         parallel=config.parallel,
         versions=versions(),
+        identity=names,
+        change_reason=config.change_at_resume,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ def resume(
         first_micro_batch: of this rank; names its random numbers when there are none to restore.
 
     Returns:
-        The attempt.
+        The attempt, and the segment that it trains in.
 
     Raises:
         RestoreError: no checkpoint can be used although there are some, or they do not fit the state.
@@ -63,6 +64,15 @@ def resume(
         plan = talk.ask("reject", generation=attempt.generation, name=plan.name, faults=faults)
     if plan is None:
         rng.seed_all(config.seed, 0, first_micro_batch)
+    # First the segment, then the mark that the attempt has begun: what begins knows which samples are next.
+    segment = talk.ask(
+        "segment_at",
+        generation=attempt.generation,
+        step=state.progress.step,
+        samples=state.progress.samples,
+        mark=dict(plan.manifest.segment) if plan else None,
+        source=plan.name if plan else "",
+    )
     talk.ask(
         "restored",
         generation=attempt.generation,
@@ -71,7 +81,7 @@ def resume(
         source=plan.name if plan else "",
         reason=plan.reason if plan else "no checkpoint yet",
     )
-    return attempt
+    return replace(attempt, segment=segment)
 
 
 def _check_progress(state: TrainState, plan: RestorePlan, folder: Path) -> None:

@@ -32,8 +32,10 @@ import torch
 import torch.distributed as dist
 
 from ray_ckpt.batch import Batch, MicroStep
+from ray_ckpt.checkpoint.memory import check_memory
 from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
+from ray_ckpt.checkpoint.staging import Stager, size_bytes
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import load_data
 from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
@@ -95,6 +97,7 @@ class Session:
         self._transform: Transform | None = None
         self._reducer: Reducer | None = None
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
+        self._prepared_bytes = 0
         self._seen = time.monotonic()
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
@@ -141,7 +144,8 @@ class Session:
             nodes=self._nodes,
             first_micro_batch=self.plan.micro_batches[0],
         )
-        self._state = state
+        self._state, self._segment = state, attempt.segment
+        self.order = order_of(self.index, self.config, self._segment)
         if self.config.exact and state.progress.step:
             self._spread_model().exponent = state.progress.grad_exponent
         self._steward = Steward(
@@ -150,13 +154,15 @@ class Session:
             start_step=state.progress.step,
             total_steps=self.config.steps,
         )
+        self._first_step = state.progress.step + 1
         self._saver = Saver(
             run_dir=self._run_dir,
             generation=attempt.generation,
             group=self._group,
+            stager=Stager(self.config.saving.staging, state.optimizers),
             on_result=self._saved,
         )
-        self._saver.prepare(self._full_state())
+        self._prepare(self._full_state())
         self._seen = time.monotonic()
         return state
 
@@ -173,11 +179,14 @@ class Session:
         Args:
             transform: from Arrow table to Arrow table, applied while reading (Ray Data's ``map_batches``). It
                 must keep the rows, their order and the columns ``row``, ``position`` and ``stream``; it may
-                change tokens, and add columns, which are then in ``micro.source.columns``.
+                change tokens, and add columns, which are then in ``micro.source.columns``. Positions count from the
+                start of the segment (:mod:`ray_ckpt.segment`).
         """
-        start = self._restored().progress.step
+        self._restored()
+        own_step = self._segment.own_step  # an order counts from the start of its segment
+        start, stop = own_step(self.progress.step), own_step(self.config.steps)
         self._transform = transform
-        for micro_batches in self._feed().steps(start, self.config.steps):
+        for micro_batches in self._feed().steps(start, stop):
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -230,6 +239,9 @@ class Session:
             grad_exponent=self._spread_model().exponent,
         )
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
+        if step == self._first_step:
+            # Most optimizers make their state in the first step.
+            self._prepare(self._full_state())
         hold_s = self._save() if agreement.save else 0.0
         if agreement.report and self._reporter is not None:
             self._reporter.report()
@@ -311,6 +323,7 @@ class Session:
             order=self.order,
             run_dir=self._run_dir,
             facts={"rank": self.rank, "generation": self._steward.generation},
+            steps_before=self._segment.start_step,
         )
 
     def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:
@@ -348,6 +361,7 @@ class Session:
             "tokens": agreement.tokens,
             "world_size": self.world_size,
             "generation": self._steward.generation,
+            "segment": self._segment.number,
             "step_time_s": seconds,
             "time": time.time(),
             "save_waits": agreement.save_waits,
@@ -355,6 +369,14 @@ class Session:
 
     def _full_state(self) -> dict[str, Any]:
         return with_rng(self._restored().state_dict(), self.rank, self.device)
+
+    def _prepare(self, full_state: dict[str, Any]) -> None:
+        """Makes the buffers for saving, if the state is not what they were made for."""
+        needed = size_bytes(full_state)
+        if needed > self._prepared_bytes:
+            check_memory(needed - self._prepared_bytes, self._group)
+            self._saver.prepare(full_state)
+            self._prepared_bytes = needed
 
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""

@@ -21,7 +21,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +46,10 @@ _SEAL_END = b'"\n}\n'
 _READ_PAUSES_S = (0.05, 0.2)  # waits between tries: a flaky read is retried, a broken disk is told
 
 _T = TypeVar("_T")
+
+# Fields that manifests of this schema have not always had: where one lacks, its default holds.
+_ADDED = frozenset({"segment"})
+_FIRST_SEGMENT = {"number": 0, "start_step": 0, "start_offset": 0, "reason": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,9 @@ class Manifest:
     `guard` and `versions` hold plain JSON values. Numbers in `metrics` may be NaN or
     infinite (stored as the strings "nan", "inf", "-inf", since JSON has no such numbers): a strange
     loss is worth recording, and refusing the state is the guard's business.
+
+    Every field is required when a manifest is read, but for `segment`, which came later: a checkpoint that
+    says nothing of it was made in the first one.
     """
 
     run: str
@@ -117,6 +124,8 @@ class Manifest:
     """Library versions."""
     bitwise_comparable: bool
     """Whether a resume with the same world size should repeat the same bits."""
+    segment: Mapping[str, Any] = field(default_factory=lambda: dict(_FIRST_SEGMENT))
+    """Segment of the run that it was made in: `number`, `start_step`, `start_offset` (samples), `reason`."""
     checksum_algorithm: str = CHECKSUM_ALGORITHM
     """Algorithm of the checksums in `files`."""
     schema: int = SCHEMA
@@ -129,6 +138,12 @@ class Manifest:
             _require_type(name, getattr(self, name), (str,))
         for name in ("guard", "metrics", "versions"):
             _require_type(name, getattr(self, name), (Mapping,))
+        _require_type("segment", self.segment, (Mapping,))
+        for name in _FIRST_SEGMENT:
+            if name not in self.segment:
+                raise ValueError(f"segment.{name} is missing")
+            check = _require_count if name != "reason" else _require_word
+            check(f"segment.{name}", self.segment[name])
         _require_type("bitwise_comparable", self.bitwise_comparable, (bool,))
         _require_type("committed_at", self.committed_at, (int, float))
         for name, value in self.metrics.items():
@@ -175,12 +190,13 @@ class Manifest:
             ValueError: a field is missing or has a wrong type or value.
         """
         values = {}
-        for field in fields(cls):
-            if field.name not in document:
-                raise ValueError(f"field {field.name!r} is missing")
-            values[field.name] = document[field.name]
+        for item in fields(cls):
+            if item.name in document:
+                values[item.name] = document[item.name]
+            elif item.name not in _ADDED:
+                raise ValueError(f"field {item.name!r} is missing")
         _require_type("files", values["files"], (list,))
-        values["files"] = tuple(_file_entry(item) for item in values["files"])
+        values["files"] = tuple(_file_entry(entry) for entry in values["files"])
         _require_type("metrics", values["metrics"], (dict,))
         values["metrics"] = {k: _number(k, v) for k, v in values["metrics"].items()}
         return cls(**values)
@@ -494,6 +510,10 @@ def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         expected = " or ".join(kind.__name__ for kind in types)
         raise ValueError(f"{name} is {value!r}, must be {expected}")
+
+
+def _require_word(name: str, value: object) -> None:
+    _require_type(name, value, (str,))
 
 
 def _require_count(name: str, value: object) -> None:

@@ -121,6 +121,11 @@ class TrainState:
                 self._parts[name] = item
                 self._table[name] = make_part(name, item)
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers, also when there is one."""
+        return self._optimizer.optimizers
+
     def register(
         self, name: str, item: torch.nn.Module | HasState, *, per_rank: bool = False
     ) -> None:

@@ -30,7 +30,14 @@ from ray_ckpt.checkpoint.manifest import (
     write_quarantine,
 )
 from ray_ckpt.checkpoint.verify import Fault
-from ray_ckpt.errors import ManifestError, RestoreError, StaleGenerationError, StorageError
+from ray_ckpt.errors import (
+    ConfigError,
+    ManifestError,
+    RestoreError,
+    StaleGenerationError,
+    StorageError,
+)
+from ray_ckpt.segment import Segment
 from ray_ckpt.tiers.housekeeping import ReadBack, read_back
 from ray_ckpt.tracker.aside import Aside
 from ray_ckpt.tracker.journal import (
@@ -53,6 +60,7 @@ from ray_ckpt.tracker.records import (
     TrackerOptions,
     Verdict,
 )
+from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.shelf import (
     discard,
     incomplete,
@@ -114,6 +122,7 @@ class TrackerCore:
         if self.memory.attempt_open and self._last_generation == self.memory.generation:
             self._last_step = max(self._last_step, int(recent[-1]["step"]))
         self._last_record: dict[str, Any] = {}
+        self._segments = SegmentBook(facts)
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
         self._keeper = Keeper(
@@ -193,6 +202,49 @@ class TrackerCore:
         else:
             self._quarantine(name, reason, findings)
         return self._plan(self._newest_usable())
+
+    def segment_at(
+        self,
+        generation: int,
+        step: int,
+        samples: int,
+        mark: dict[str, Any] | None,
+        source: str,
+    ) -> Segment:
+        """The segment that an attempt trains in; where one starts, that is put on record first.
+
+        Args:
+            generation: of the attempt.
+            step: where it begins.
+            samples: its sample offset.
+            mark: the segment in the manifest of the checkpoint it restored, None for no checkpoint.
+            source: the checkpoint's name, empty for none.
+
+        Raises:
+            ConfigError: a change of options that nobody declared.
+            RestoreError: a checkpoint that contradicts the run's record.
+            StorageError: the start of a segment cannot be put on record.
+        """
+        self._check(generation)
+        placement = self._segments.place(step, samples, mark, source)
+        segment = placement.segment
+        if placement.cause:
+            # The journal first: without the line in run.json the next attempt does both again.
+            self._record(
+                "segment",
+                number=segment.number,
+                step=segment.start_step,
+                sample_offset=segment.start_offset,
+                reason=segment.reason,
+                cause=placement.cause,
+                source=source,
+                changed={
+                    k: {"old": old, "new": new} for k, (old, new) in placement.changed.items()
+                },
+                must=True,
+            )
+            self._segments.keep(placement)
+        return segment
 
     def interruption(self, kind: str, cause: str, *, group: str = "", **more: Any) -> Verdict:
         """Notes that the attempt ended, or that a worker group ended before its attempt began.
@@ -281,6 +333,8 @@ class TrackerCore:
             return False
         if manifest is None or folder.name in self.memory.committed:
             return True  # the same call again: the answer to the first was lost
+        # Before the commit is on record: a tracker that dies in between is asked again, and pins again.
+        self._pin_first_of_segment(folder.name)
         self._record(
             "commit",
             step=step,
@@ -296,6 +350,17 @@ class TrackerCore:
         self._decide()
         self._keeper.after_save()
         return True
+
+    def _pin_first_of_segment(self, name: str) -> None:
+        """Keeps the first checkpoint of a segment: the way back to what the segment began as."""
+        segment = self._segments.newest
+        if not segment.number or self.memory.first_of_segment not in ("", name):
+            return
+        try:
+            self.pin(name, f"first checkpoint of segment {segment.number} ({segment.reason})")
+        except (ConfigError, StorageError):
+            # What cannot be pinned is still a checkpoint, and training goes on.
+            logger.exception("%s could not be pinned", name)
 
     def _place(
         self, folder: Path, generation: int, save: dict[str, Any]
@@ -314,7 +379,13 @@ class TrackerCore:
             problem = save["error"] or incomplete(folder, save["files"])
             if problem:
                 return None, str(problem)
-            manifest = new_manifest(self._facts, generation, save, committed_at=self._clock())
+            manifest = new_manifest(
+                self._facts,
+                generation,
+                save,
+                committed_at=self._clock(),
+                segment=self._segments.newest,
+            )
             write_manifest(folder, manifest)
             return manifest, ""
         except (ManifestError, StorageError, OSError, ValueError) as error:
@@ -368,6 +439,7 @@ class TrackerCore:
             "run": self._facts.run,
             "attempt_open": memory.attempt_open,
             "generation": memory.generation,
+            "segment": self._segments.newest.number,
             "world_size": memory.world_size,
             "step": self._last_step,
             "last": self._last_record,

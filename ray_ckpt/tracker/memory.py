@@ -43,6 +43,8 @@ class RunMemory:
             wanted to end do not count.
         finished_step: last step of a finished run, None while it is not.
         kept_step: where the run stands without the steps counted as lost, as far as the journal tells.
+        segment: number of the segment that the run is in.
+        first_of_segment: folder of the first commit since the segment started, empty before it.
         committed: folders of the checkpoints that the newest attempt committed.
         last_group: worker group whose end was told last, empty when it was not named.
         last_end: how that was, in words.
@@ -72,6 +74,8 @@ class RunMemory:
     fruitless: int = 0
     finished_step: int | None = None
     kept_step: int = 0
+    segment: int = 0
+    first_of_segment: str = ""
     committed: set[str] = field(default_factory=set)
     last_group: str = ""
     last_end: str = ""
@@ -156,9 +160,14 @@ class RunMemory:
         self.uploads_s.append(float(event["upload_s"]))
         self.exposure_s = float(event["exposure_s"])
         self.committed.add(self.last_commit_name)
+        self.first_of_segment = self.first_of_segment or self.last_commit_name
         if self.attempt_open:
             # What was saved was executed, even if a power cut took the lines of its steps.
             self.kept_step = max(self.kept_step, step)
+
+    def _on_segment(self, event: dict[str, Any]) -> None:
+        self.segment = int(event["number"])
+        self.first_of_segment = ""
 
     def _on_save_failed(self, event: dict[str, Any]) -> None:
         self.failed_saves += 1

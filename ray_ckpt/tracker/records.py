@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tiers.rules import Rules
 
 
@@ -20,6 +23,8 @@ class RunFacts:
         data_fingerprint: of the data.
         parallel: "ddp" or "fsdp".
         versions: of the libraries.
+        identity: the options that decide the course of training, by name.
+        change_reason: why those of a segment may be others than before; empty when they may not.
     """
 
     run: str
@@ -28,6 +33,8 @@ class RunFacts:
     data_fingerprint: str
     parallel: str
     versions: dict[str, str]
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    change_reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +79,13 @@ class Attempt:
         generation: of this attempt.
         plan: what to restore; None starts from the beginning.
         directive: how often to save.
+        segment: that it trains in; known once it has restored.
     """
 
     generation: int
     plan: RestorePlan | None
     directive: Directive
+    segment: Segment = FIRST
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from ray_ckpt.checkpoint.manifest import (
     read_manifest,
 )
 from ray_ckpt.errors import ManifestError
+from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.records import RestorePlan, RunFacts
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,12 @@ def manifest_in(folder: Path) -> Manifest | None:
 
 
 def new_manifest(
-    facts: RunFacts, generation: int, save: Mapping[str, Any], *, committed_at: float
+    facts: RunFacts,
+    generation: int,
+    save: Mapping[str, Any],
+    *,
+    committed_at: float,
+    segment: Segment = FIRST,
 ) -> Manifest:
     """The manifest of what a save reports (see :meth:`ray_ckpt.tracker.core.TrackerCore.commit`)."""
     return Manifest(
@@ -86,6 +92,7 @@ def new_manifest(
         data_fingerprint=facts.data_fingerprint,
         versions=facts.versions,
         bitwise_comparable=bool(save["bitwise_comparable"]),
+        segment=segment.mark(),
     )
 
 

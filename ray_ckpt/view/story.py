@@ -65,6 +65,14 @@ def _save_requested(e: dict[str, Any]) -> str:
     return f"a save at the next step was asked for: {e['reason']}"
 
 
+def _segment(e: dict[str, Any]) -> str:
+    changed = "; ".join(f"{k} {v['old']} -> {v['new']}" for k, v in e["changed"].items())
+    return (
+        f"segment {e['number']} starts at step {e['step']}, sample {e['sample_offset']} ({e['reason']}): "
+        f"{e['cause']}" + (f"; {changed}" if changed else "")
+    )
+
+
 def _alert(e: dict[str, Any]) -> str:
     return f"ALERT {e['name']}: {e['problem']}"
 
@@ -105,6 +113,7 @@ _TELLERS = {
     "quarantine": _quarantine,
     "skipped": _skipped,
     "interruption": _interruption,
+    "segment": _segment,
     "alert": _alert,
     "verified": _verified,
     "delete": _delete,

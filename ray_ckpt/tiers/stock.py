@@ -42,7 +42,7 @@ class Stock:
     """What there is, newest first.
 
     Attributes:
-        records: the committed checkpoints.
+        records: the committed checkpoints, and saves that were set aside before their commit.
         orphans: folders without a manifest.
         pins: name of a checkpoint to its pins, where they could be read.
     """
@@ -83,8 +83,10 @@ def stock_of(
             pinned = tuple(pin.words for pin in pins[name])
         except StorageError as error:
             pinned = (f"perhaps: {error}",)  # an error is not an absence
-        if entry.fault == NO_MANIFEST:
-            orphans.append(_orphan(entry, pinned))
+        half = (entry.folder / LEAVING_NAME).is_file()
+        # A save that was set aside before its commit is evidence, as a checkpoint found bad later is.
+        if entry.fault == NO_MANIFEST and (half or entry.quarantined is None):
+            orphans.append(_orphan(entry, pinned, half))
         else:
             use = (in_use or {}).get(name, "")
             records.append(_record(entry, pinned, name in verified, use))
@@ -138,9 +140,8 @@ def _record(entry: CheckpointEntry, pinned: tuple[str, ...], verified: bool, in_
     )
 
 
-def _orphan(entry: CheckpointEntry, pinned: tuple[str, ...]) -> Orphan:
+def _orphan(entry: CheckpointEntry, pinned: tuple[str, ...], leaving: bool) -> Orphan:
     times_s, errors = [0.0], list[OSError]()
-    leaving = entry.folder / LEAVING_NAME
     for place, _, names in os.walk(entry.folder, onerror=errors.append):
         for path in (Path(place), *(Path(place, name) for name in names)):
             try:
@@ -153,7 +154,7 @@ def _orphan(entry: CheckpointEntry, pinned: tuple[str, ...]) -> Orphan:
         name=entry.folder.name,
         generation=entry.generation,
         written_at=max(times_s),
-        leaving=leaving.is_file(),
+        leaving=leaving,
         pinned=pinned,
         refused=entry.quarantined,
     )

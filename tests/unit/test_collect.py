@@ -342,6 +342,15 @@ def test_files_of_an_attempt_that_is_over_go_after_their_grace_and_those_in_flig
     assert fresh.exists()
 
 
+def test_a_save_that_was_set_aside_before_its_commit_is_evidence(run):
+    for step in (60, 70, 80):
+        write_quarantine(add_checkpoint(run, step, commit=False), "loss was NaN", time_s=1.0)
+    later = {"generation": 2, "newest_generation": lambda: 2, "present_generation": 2}
+    tidy(run, rules=Rules(keep_newest=9, quarantined=2), **later)
+    left = {path.name for path in (run / "checkpoints").iterdir()}
+    assert left == names(10, 20, 30, 40, 50, 70, 80)
+
+
 # ---- pins -----------------------------------------------------------------------------------------
 
 

@@ -95,7 +95,7 @@ def test_reading_back_costs_one_read_for_several_deletes(run):
     assert len(run.journal("verified")) <= 17 // 4
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_history_ends_with_a_checkpoint_that_can_be_restored_and_every_pinned_one(
     tmp_path_factory, data

@@ -82,7 +82,7 @@ def key(record: Record) -> tuple[int, int]:
     return record.step, record.generation
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(histories(), several, limits)
 def test_no_rule_gives_up_what_a_run_could_not_do_without(records, rules, limit):
     verdicts = plan(records, rules, quarantined=limit)
@@ -106,13 +106,13 @@ def test_no_rule_gives_up_what_a_run_could_not_do_without(records, rules, limit)
     assert all(verdict.reasons and all(verdict.reasons) for verdict in verdicts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(histories(), several, several, limits)
 def test_another_rule_never_deletes_more(records, rules, more, limit):
     assert kept(records, rules, limit) <= kept(records, rules + more, limit)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(histories(), several, limits)
 def test_a_second_look_at_what_is_left_deletes_nothing_more(records, rules, limit):
     stays = kept(records, rules, limit)
@@ -120,7 +120,7 @@ def test_a_second_look_at_what_is_left_deletes_nothing_more(records, rules, limi
     assert kept(left, rules, limit) == stays
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(histories(), several, limits)
 def test_a_checkpoint_is_read_back_exactly_when_more_may_go_then(records, rules, limit):
     name = to_read_back(records, rules, quarantined=limit)
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_read_back_exactly_when_more_may_go_then(records, rules,
     assert not to_read_back(trusted, rules, quarantined=limit), "once is enough"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(histories(), several)
 def test_any_of_keeps_what_one_of_them_keeps(records, rules):
     usable = [record for record in records if record.usable]
@@ -249,7 +249,7 @@ orphans = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(orphans, st.integers(1, 4), st.sampled_from([0.0, 3600.0]), st.floats(1e9, 2e9))
 def test_what_may_still_be_committed_or_was_just_written_stays(orphan, present, grace_s, now_s):
     (verdict,) = judge_orphans([orphan], present_generation=present, grace_s=grace_s, now_s=now_s)

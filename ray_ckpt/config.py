@@ -129,8 +129,6 @@ class GuardConfig:
     there; or train on, without commits until the state is finite. With a gradient scaler only the state counts."""
     max_rollbacks: int = 2
     """Rollbacks in a row; then the run stops. Each goes one checkpoint further back than the one before."""
-    keep: int = 3
-    """Checkpoints that the guard refused and that are kept to be looked at; older ones are deleted."""
     band_factor: float = 4.0
     """Refuse a checkpoint whose parameter norm is so many times more or less than at the last saves; 0 for any."""
     band_saves: int = 8
@@ -141,7 +139,6 @@ class GuardConfig:
     def __post_init__(self) -> None:
         _one_of(OnNonfinite, "--guard.on-nonfinite", self.on_nonfinite)
         _at_least(1, "--guard.max-rollbacks", self.max_rollbacks)
-        _at_least(0, "--guard.keep", self.keep)
         _at_least(FEW_SAVES, "--guard.band-saves", self.band_saves)
         if self.band_factor != 0 and not 1 < self.band_factor < math.inf:
             raise ConfigError(
@@ -159,7 +156,6 @@ class GuardConfig:
         return GuardRule(
             band_factor=self.band_factor,
             band_saves=self.band_saves,
-            keep=self.keep,
             on_nonfinite=self.on_nonfinite,
             max_rollbacks=self.max_rollbacks,
         )

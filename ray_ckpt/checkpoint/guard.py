@@ -35,14 +35,12 @@ class GuardRule:
     Attributes:
         band_factor: how much more or less than the median of the last saves the norm may be; 0 for no band.
         band_saves: saves that are looked at.
-        keep: refused checkpoints that are kept.
         on_nonfinite: what a run does when it is no longer finite.
         max_rollbacks: rollbacks in a row.
     """
 
     band_factor: float = 4.0
     band_saves: int = 8
-    keep: int = 3
     on_nonfinite: OnNonfinite = "stop"
     max_rollbacks: int = 2
 

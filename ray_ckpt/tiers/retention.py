@@ -33,6 +33,7 @@ class Record:
         pinned: why it is pinned, one sentence a pin.
         verified: whether every byte of it was read and compared, in this tier or a more durable one.
         quarantined: why it must not be used; None when it may be.
+        refused: set aside before it was committed.
         in_use: what it is used for just now, in words; empty when it is not.
         fault: why nothing can be said of it; None when its manifest was read.
     """
@@ -45,6 +46,7 @@ class Record:
     pinned: tuple[str, ...] = ()
     verified: bool = False
     quarantined: str | None = None
+    refused: bool = False
     in_use: str = ""
     fault: str | None = None
 
@@ -253,7 +255,8 @@ def plan(
         if trusted is None or _key(record) > _key(trusted):
             if record.usable and record is not usable[0]:
                 reasons[record.name].append("no newer one is verified yet")
-            elif trusted is None and not record.usable:
+            elif trusted is None and not record.usable and not record.refused:
+                # Somebody may yet repair it; what was never committed is no way back.
                 reasons[record.name].append("no usable one is verified yet")
     for policy in policies:
         for name, reason in policy.keep(usable).items():
@@ -269,12 +272,11 @@ def plan(
     for record in context:
         why = tuple(reasons[record.name])
         if not why:
-            assert trusted is not None
-            why = (
-                f"no rule keeps it ({rules}), and {trusted.name} is verified"
-                if record.usable
-                else f"quarantined, and {limit} newer quarantined ones are kept",
-            )
+            if record.usable:
+                assert trusted is not None
+                why = (f"no rule keeps it ({rules}), and {trusted.name} is verified",)
+            else:
+                why = (f"quarantined, and {limit} newer quarantined ones are kept",)
             verdicts.append(Verdict(name=record.name, keep=False, reasons=why))
         else:
             verdicts.append(Verdict(name=record.name, keep=True, reasons=why))

@@ -26,7 +26,6 @@ class Orphan:
         written_at: when the last of its files was written, seconds since the epoch.
         leaving: whether it was a checkpoint whose deletion did not come to its end.
         pinned: why it is pinned, one sentence a pin.
-        refused: why the guard did not let it be committed; None when it did not refuse it.
     """
 
     name: str
@@ -34,7 +33,6 @@ class Orphan:
     written_at: float
     leaving: bool = False
     pinned: tuple[str, ...] = ()
-    refused: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +110,6 @@ def judge_orphans(
             why = f"pinned: {orphan.pinned[0]}"
         elif orphan.leaving:
             keep, why = False, "its deletion was begun and not finished"
-        elif orphan.refused is not None:
-            why = f"evidence, refused by the guard: {orphan.refused}"  # which limits their number
         elif orphan.generation >= present_generation:
             why = "not committed, and its save may be in flight"
         elif age_s <= grace_s:
@@ -135,6 +131,7 @@ def _record(entry: CheckpointEntry, pinned: tuple[str, ...], verified: bool, in_
         pinned=pinned,
         verified=verified,
         quarantined=entry.quarantined,
+        refused=entry.fault == NO_MANIFEST,
         in_use=in_use,
         fault=entry.fault,
     )
@@ -156,5 +153,4 @@ def _orphan(entry: CheckpointEntry, pinned: tuple[str, ...], leaving: bool) -> O
         written_at=max(times_s),
         leaving=leaving,
         pinned=pinned,
-        refused=entry.quarantined,
     )

@@ -424,8 +424,7 @@ class TrackerCore:
             "loss": save["metrics"].get("loss"),
             "param_norm": found.get("param_norm"),
         }
-        keep, now = self._options.guard.keep, self._clock()
-        set_aside(folder, error, facts, time_s=now, keep=keep)
+        set_aside(folder, error, facts, time_s=self._clock())
         self._record(
             "quarantine",
             name=folder.name,
@@ -435,6 +434,7 @@ class TrackerCore:
             guard_s=found.get("seconds"),
             **facts,
         )
+        self._keeper.after_save()  # of these too only a few are kept
 
     def refusal(self, generation: int, step: int) -> dict[str, Any] | None:
         """Why the guard refused a save of the present attempt: ``reason`` and ``nonfinite``; None if it did not."""

@@ -201,7 +201,6 @@ def test_a_step_that_is_not_finite_is_refused_and_one_without_numbers_is_not(nam
     [
         ({"on_nonfinite": "hope"}, ["--guard.on-nonfinite", "rollback-and-skip"]),
         ({"max_rollbacks": 0}, ["--guard.max-rollbacks 0", "at least 1"]),
-        ({"keep": -1}, ["--guard.keep -1"]),
         ({"band_factor": 1.0}, ["--guard.band-factor 1.0", "more than 1"]),
         ({"band_factor": math.nan}, ["--guard.band-factor nan"]),
         ({"band_saves": 3}, ["--guard.band-saves 3", "at least 4"]),

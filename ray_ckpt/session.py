@@ -442,7 +442,9 @@ def _attach_alone(config: Config) -> Session:
     if dist.get_rank() == 0:
         facts = check_run(config, {})
         lock = RunLock(config.run_dir)
-        tracker = LocalTracker(TrackerCore(facts, tracker_options(config)), lock)
+        core = TrackerCore(facts, tracker_options(config))
+        core.announce()
+        tracker = LocalTracker(core, lock)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Session(config, tracker=tracker, device=device)

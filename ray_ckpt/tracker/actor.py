@@ -36,6 +36,7 @@ class TrackerActor(TrackerCore):
         self._table = LogTable(session_logs_dir(), facts.run)
         self._metrics = Metrics(facts.run)
         super().__init__(facts, options, on_event=self._show)
+        self.announce()
         threading.Thread(target=self._tick, name="metrics", daemon=True).start()
 
     def steps(self, generation: int, records: list[dict[str, Any]]) -> Directive:

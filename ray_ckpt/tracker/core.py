@@ -30,7 +30,8 @@ from ray_ckpt.checkpoint.manifest import (
     write_quarantine,
 )
 from ray_ckpt.checkpoint.verify import Fault
-from ray_ckpt.errors import ManifestError, RestoreError, StaleGenerationError, StorageError
+from ray_ckpt.errors import ManifestError, StaleGenerationError, StorageError
+from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.tracker.journal import (
     JOURNAL_NAME,
     STEPS_NAME,
@@ -55,8 +56,8 @@ from ray_ckpt.tracker.shelf import (
     incomplete,
     manifest_in,
     new_manifest,
+    newest_usable,
     restore_plan,
-    why_not,
 )
 
 __all__ = [
@@ -94,8 +95,10 @@ class TrackerCore:
         self._clock, self._on_event = clock, on_event
         self._dir = Path(facts.run_dir)
         self.memory = RunMemory()
+        self._events_read = 0
         for event in read_lines(self._dir / JOURNAL_NAME):
             self.memory.apply(event)
+            self._events_read += 1
         self._journal = LineQueue(JsonLines(self._dir / JOURNAL_NAME, sync=True))
         self._steps = LineQueue(JsonLines(self._dir / STEPS_NAME, sync=False))
         # Where the run stands: the last step executed, less what is counted as lost.
@@ -106,6 +109,15 @@ class TrackerCore:
         self._last_record: dict[str, Any] = {}
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
+
+    def announce(self) -> None:
+        """Notes that a tracker took up the run: a new job, or the same one after its tracker died."""
+        self._record(
+            "tracker_started",
+            host=platform.node(),
+            pid=os.getpid(),
+            events_read=self._events_read,
+        )
 
     # ---- attempts -------------------------------------------------------------------------------
 
@@ -319,6 +331,9 @@ class TrackerCore:
             "failed_saves": memory.failed_saves,
             "last_commit_step": memory.last_commit_step,
             "last_commit_time": memory.last_commit_time,
+            "failed_in_a_row": memory.failed_in_a_row,
+            "next_save_step": memory.last_save_step
+            + steps_to_next(self._pace.decision.every_steps, memory.failed_in_a_row),
             "interruptions": dict(memory.interruptions),
             "lost_steps": memory.lost_steps,
             "first_time": memory.first_time,
@@ -397,17 +412,13 @@ class TrackerCore:
             if damaged and entry.quarantined is None:
                 # Somebody once promised this checkpoint; that it cannot be used must be seen.
                 self._quarantine(entry.folder.name, f"manifest: {entry.fault}", [])
-        good = [entry for entry in usable(entries) if entry.folder.name not in self._unreadable]
-        # The journal counts too: manifests that are all gone do not make a new run.
-        if not good and (self.memory.commits or any(entry.committed for entry in entries)):
-            reasons = [f"{e.folder.name}: {why_not(e, self._unreadable)}" for e in entries[:3]]
-            raise RestoreError(
-                f"run {self._facts.run!r} has committed checkpoints, and none below "
-                f"{self._dir / CHECKPOINTS_DIR} can be used ({'; '.join(reasons) or 'the folder is empty'}). "
-                "Such a run never starts from zero by itself: see `ray-ckpt ls`, bring a good copy back, or "
-                "choose another --run name."
-            )
-        return good[0] if good else None
+        return newest_usable(
+            self._facts.run,
+            self._dir,
+            entries,
+            commits=self.memory.commits,
+            unreadable=self._unreadable,
+        )
 
     def _quarantine(self, name: str, reason: str, findings: list[dict[str, Any]]) -> None:
         folder = self._dir / CHECKPOINTS_DIR / name

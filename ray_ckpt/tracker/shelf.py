@@ -6,16 +6,19 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ray_ckpt.checkpoint.manifest import (
+    CHECKPOINTS_DIR,
     MANIFEST_NAME,
     CheckpointEntry,
     FileEntry,
     Manifest,
     read_manifest,
+    usable,
 )
-from ray_ckpt.errors import ManifestError
+from ray_ckpt.errors import ManifestError, RestoreError
 from ray_ckpt.tracker.records import RestorePlan, RunFacts
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,40 @@ def restore_plan(
         more = f" and {len(newer) - 1} more" if len(newer) > 1 else ""
         reason += f"; newer {newer[0].folder.name}{more} not used: {why_not(newer[0], unreadable)}"
     return RestorePlan(name=entry.folder.name, manifest=entry.manifest, reason=reason)
+
+
+def newest_usable(
+    run: str,
+    run_dir: Path,
+    entries: Sequence[CheckpointEntry],
+    *,
+    commits: int,
+    unreadable: Mapping[str, str] = MappingProxyType({}),
+) -> CheckpointEntry | None:
+    """The checkpoint to restore; None for a run that never had one.
+
+    Args:
+        run: name of the run.
+        run_dir: its folder.
+        entries: all its checkpoints, newest first.
+        commits: how many were committed, as its journal says.
+        unreadable: name and reason of those that storage would not give just now.
+
+    Raises:
+        RestoreError: there are checkpoints, or there were, and none can be used.
+    """
+    good = [entry for entry in usable(list(entries)) if entry.folder.name not in unreadable]
+    if good:
+        return good[0]
+    # The journal counts too: manifests that are all gone do not make a new run.
+    if commits or any(entry.committed for entry in entries):
+        reasons = [f"{e.folder.name}: {why_not(e, unreadable)}" for e in entries[:3]]
+        raise RestoreError(
+            f"run {run!r} has committed checkpoints, and none below {run_dir / CHECKPOINTS_DIR} can be used "
+            f"({'; '.join(reasons) or 'the folder is empty'}). Such a run never starts from zero by itself: see "
+            "`ray-ckpt ls`, bring a good copy back, or choose another --run name."
+        )
+    return None
 
 
 def why_not(entry: CheckpointEntry, unreadable: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -325,12 +326,14 @@ def test_it_needs_neither_ray_nor_torch(run):
 
 
 def test_a_reader_that_goes_away_is_no_error(good_run):
-    for step in range(1000, 1400):
+    # More than a pipe of one page holds.
+    for step in range(1000, 1060):
         (good_run / "checkpoints" / checkpoint_name(step, 1)).mkdir()
     command = [sys.executable, "-m", "ray_ckpt", "ls", str(good_run), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
         process.stdout.read(1)
         process.stdout.close()
         errors = process.stderr.read()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tracker_core import Run
@@ -17,11 +15,6 @@ from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.view.narrator import progress_line
 
 TOTAL, EVERY = 40, 7
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @settings(max_examples=25, deadline=None)

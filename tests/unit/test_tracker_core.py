@@ -39,8 +39,6 @@ CONTENT = {".metadata": b"meta", "__0_0.distcp": b"0123456789", "rank/rng-0.json
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """Whether the disk keeps its promise is not the matter here; waiting for it is slow."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setattr(manifest_module, "_READ_PAUSES_S", (0.0, 0.0))
 
 

@@ -285,6 +285,22 @@ def test_a_wrong_run_says_what_is_there_instead(run, good_run, capsys):
     assert call(capsys, "ls", "")[0] == 2
 
 
+def test_runs_that_are_called_alike_are_named_first_and_none_is_kept_back_for_one_that_is_not(
+    tmp_path, capsys
+):
+    for n in range(12):
+        add_checkpoint(tmp_path / f"ablation-{n:02d}", 1)
+    add_checkpoint(tmp_path / "web-7b", 1)
+    add_checkpoint(tmp_path / "web-7b-long", 1)
+    for text in ("wbe-7b", tmp_path / "wbe-7b"):
+        err = call(capsys, "ls", text, "--storage", tmp_path)[2]
+        assert f"Runs in {tmp_path}: web-7b, web-7b-long, ablation-00, ablation-01" in err
+        assert err.endswith("and 4 more\n")
+    assert (
+        f"Runs in {tmp_path}: ablation-00, " in call(capsys, "ls", "zzz", "--storage", tmp_path)[2]
+    )
+
+
 @pytest.mark.parametrize("argv", [[], ["list"], ["ls"], ["ls", "x", "--nope"], ["show", "x"]])
 def test_wrong_usage_ends_with_code_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:

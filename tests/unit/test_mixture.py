@@ -313,14 +313,20 @@ def merged(blocks: Sequence[pa.Table], plan: BatchPlan, start: int, stop: int) -
             yield from micro.rows.tolist()
 
 
-@pytest.mark.parametrize("fault", ["twice", "swapped", "late", "lost", "row lost"])
-@pytest.mark.parametrize("source", range(3))
-def test_a_block_twice_late_lost_or_out_of_order_is_never_trained_on(fault, source):
+@pytest.fixture(scope="module")
+def whole():
+    """What a rank reads and trains on: its plan, its reads, their blocks, the rows."""
     plan = SKEWED.plan(2, 1)
     with SKEWED.reading():
         reads = list(plan_reads(SKEWED.order, plan.micro_batches, 2, 40))
         blocks = [read_span(SKEWED.index, SKEWED.order, read) for read in reads]
-    good = list(merged(blocks, plan, 2, 40))
+    return plan, reads, blocks, list(merged(blocks, plan, 2, 40))
+
+
+@pytest.mark.parametrize("fault", ["twice", "swapped", "late", "lost", "row lost"])
+@pytest.mark.parametrize("source", range(3))
+def test_a_block_twice_late_lost_or_out_of_order_is_never_trained_on(whole, fault, source):
+    plan, reads, blocks, good = whole[0], whole[1], list(whole[2]), whole[3]
     stream = plan.micro_batches[-1]
     mine = [k for k, r in enumerate(reads) if (r.source, r.span.stream) == (source, stream)]
     i, k = mine[1], mine[2]

@@ -21,29 +21,29 @@ class ModelConfig:
     """Shape of the decoder; the defaults train on two CPU cores."""
 
     vocab_size: int = 257
-    """Number of token ids; any positive number, odd ones too (default 257: bytes and an end)."""
+    """Number of token ids; any positive number, odd ones too. Bytes and an end mark are 257."""
     dim: int = 128
-    """Width of the residual stream, in features (default 128)."""
+    """Width of the residual stream, in features."""
     num_layers: int = 4
-    """Number of blocks (default 4)."""
+    """Number of blocks."""
     num_heads: int = 4
-    """Query heads per block; must divide `dim` into an even head width (default 4)."""
+    """Query heads per block; must divide `dim` into an even head width."""
     num_kv_heads: int = 2
-    """Key and value heads per block; must divide `num_heads` (default 2)."""
+    """Key and value heads per block; must divide `num_heads`."""
     ffn_multiple: float = 8 / 3
-    """Width of the feed-forward branch in multiples of `dim`, rounded up to 32 (default 8/3)."""
+    """Width of the feed-forward branch in multiples of `dim`, rounded up to 32."""
     hidden_dim: int | None = None
-    """Width of the feed-forward branch in features; overrides `ffn_multiple` (default: unset)."""
+    """Width of the feed-forward branch in features; overrides `ffn_multiple`."""
     max_seq_len: int = 2048
-    """Longest row that `forward` accepts, in tokens (default 2048)."""
+    """Longest row that `forward` accepts, in tokens."""
     rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths; larger for longer rows (default 10000)."""
+    """Base of the rotary wavelengths; larger for longer rows."""
     tied_embeddings: bool = False
-    """Whether input embedding and output projection share one matrix (default False)."""
+    """Whether input embedding and output projection share one matrix."""
     dropout: float = 0.0
-    """Probability of zeroing a feature of a residual branch in training (default 0.0)."""
+    """Probability of zeroing a feature of a residual branch in training."""
     norm_eps: float = 1e-5
-    """Added to the mean square in every RMSNorm, against division by zero (default 1e-5)."""
+    """Added to the mean square in every RMSNorm, against division by zero."""
 
     def __post_init__(self) -> None:
         counts = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "max_seq_len")

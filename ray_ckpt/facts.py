@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.checkpoint.manifest import list_checkpoints
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data
 from ray_ckpt.data.mixture import Order, mixed_order
@@ -17,6 +18,10 @@ from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
+from ray_ckpt.tracker.journal import JOURNAL_NAME, read_lines
+from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.tracker.rollback import LEFT, left
+from ray_ckpt.tracker.shelf import newest_usable
 from ray_ckpt.view.summary import snapshot_problem
 
 _SEGMENT = 7  # the purpose of a draw, as those in order.py, reader.py and mixture.py
@@ -58,6 +63,11 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
     """Refuses what cannot work; the first start of a run writes down what must stay the same.
 
     A change that ``--change-at-resume`` declares is let pass: the tracker makes a segment of it.
+
+    Raises:
+        ConfigError: the options contradict the data, or what the run began with.
+        StorageError: the run's folder cannot be used.
+        RestoreError: the run has checkpoints, and none can be used.
     """
     index = load_data(config.sources)
     if index.seq_len != config.seq_len:
@@ -81,6 +91,7 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
     if notice:
         print(notice, flush=True)
     probe(config.run_dir)
+    _check_checkpoints(config)
     return RunFacts(
         run=config.run,
         run_dir=str(config.run_dir),
@@ -91,6 +102,16 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         identity=names,
         change_reason=config.change_at_resume,
     )
+
+
+def _check_checkpoints(config: Config) -> None:
+    """Refuses what the tracker would refuse; it alone sets a damaged checkpoint aside."""
+    memory = RunMemory()
+    for event in read_lines(config.run_dir / JOURNAL_NAME):
+        memory.apply(event)
+    entries = list_checkpoints(config.run_dir)
+    gone = {entry.folder.name: LEFT for entry in entries if left(entry, memory.left)}
+    newest_usable(config.run, config.run_dir, entries, commits=memory.commits, passed=gone)
 
 
 def _data_identity(index: Index) -> str:

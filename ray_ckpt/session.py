@@ -523,6 +523,7 @@ def _attach_alone(config: Config) -> Session:
         facts = check_run(config, {})
         lock = RunLock(config.run_dir)
         core = TrackerCore(facts, tracker_options(config), aside=Thread("housekeeping"))
+        core.announce()
         tracker = LocalTracker(core, lock)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")

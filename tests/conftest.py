@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -9,3 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT, ROOT / "jobs", ROOT / "tests", ROOT / "tests" / "dist"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -14,6 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 _ROUNDS = 6
+# Made once: on short arrays, making them takes as long as the arithmetic.
+_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_FACTOR_1, _FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
 
@@ -31,9 +34,9 @@ def mix(*words: int) -> int:
 
 def _round(half: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
     value = half + np.uint64(key)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    value = (value ^ (value >> _30)) * _FACTOR_1
+    value = (value ^ (value >> _27)) * _FACTOR_2
+    return value ^ (value >> _31)
 
 
 def draws(x: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:

@@ -93,7 +93,7 @@ def find_cause(errors: Mapping[int, Exception], nodes: Mapping[int, str]) -> Cau
                 kind="worker_error", text=f"the process of rank {rank} died", hopeless=hopeless
             )
     for rank, root in sorted(roots.items(), key=lambda item: is_echo(item[1])):
-        text = f"rank {rank}: {type(root).__name__}: {_short(root)}"
+        text = f"rank {rank}: {type(root).__name__}: {' '.join(str(root).split())}"
         return Cause(kind="worker_error", text=text, hopeless=hopeless)
     return Cause(kind="worker_error", text="the worker group failed without an error")
 
@@ -118,7 +118,3 @@ def _root(error: BaseException) -> BaseException:
             break
         error = inner
     return error
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from ray_ckpt.policy.failures import FailureBelief
 from ray_ckpt.policy.interval import young
 
+# A quotient that should be whole may miss it by the last bit.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalLimits:
-    """What the formula may not overstep.
+    """What a decision may not overstep.
 
     Attributes:
-        fixed_steps: save every so many steps and compute nothing; 0 computes.
+        fixed_steps: save every so many steps and compute nothing, whatever the limits; 0 computes.
         min_s: least time between saves, seconds.
         max_s: most time between saves, seconds.
         first_steps: steps before the first save, while nothing is measured.
@@ -81,14 +84,50 @@ def decide(measured: Measured, belief: FailureBelief, limits: IntervalLimits) ->
             formula="fixed",
             reason=f"fixed: every {limits.fixed_steps} steps, as policy.interval-steps says",
         )
-    if measured.step_s is None or measured.stall_s is None:
+    if measured.step_s is None:
         return Decision(
             every_steps=limits.first_steps,
             interval_s=None,
             formula="first",
             reason=f"first: nothing measured yet, save after {limits.first_steps} steps to measure",
         )
+    if measured.stall_s is None:
+        return _first_decision(measured.step_s, limits)
     return _young_decision(measured, measured.step_s, measured.stall_s, belief, limits)
+
+
+def steps_to_next(every_steps: int, failed_in_a_row: int) -> int:
+    """Steps from the beginning of one save to the next.
+
+    A failed save is tried again soon, and less and less often while it keeps failing.
+    """
+    return min(every_steps, 2**failed_in_a_row) if failed_in_a_row else every_steps
+
+
+def oversteps(decision: Decision, step_s: float, limits: IntervalLimits) -> bool:
+    """Whether a decision breaks a limit now that a step takes ``step_s`` seconds.
+
+    A fixed number of steps has no limits in seconds.
+    """
+    seconds = decision.every_steps * step_s
+    inside = limits.min_s * (1 - _ROUNDING) <= seconds <= limits.max_s * (1 + _ROUNDING)
+    return decision.formula != "fixed" and not inside
+
+
+def _first_decision(step_s: float, limits: IntervalLimits) -> Decision:
+    early = limits.first_steps * step_s
+    wanted = min(max(early, limits.min_s), limits.max_s)
+    note = ""
+    if wanted != early:
+        limit = "policy.min-interval-s" if early < limits.min_s else "policy.max-interval-s"
+        note = f", {limit} = {_seconds(wanted)}"
+    steps = _whole_steps(wanted, max(step_s, 1e-9), limits.min_s, limits.max_s)
+    return Decision(
+        every_steps=steps,
+        interval_s=steps * step_s,
+        formula="first",
+        reason=f"first: no save measured yet, save after {steps} steps to measure{note}",
+    )
 
 
 def _young_decision(
@@ -125,9 +164,8 @@ def _young_decision(
 
 def _whole_steps(wanted_s: float, step_s: float, least_s: float, most_s: float) -> int:
     """The number of steps nearest to a time, inside the limits where some number is; at least 1."""
-    # A quotient that should be whole may miss it by the last bit.
-    least = math.ceil(least_s / step_s * (1 - 1e-9))
-    most = math.floor(most_s / step_s * (1 + 1e-9))
+    least = math.ceil(least_s / step_s * (1 - _ROUNDING))
+    most = math.floor(most_s / step_s * (1 + _ROUNDING))
     return max(1, min(max(round(wanted_s / step_s), least), most))
 
 

@@ -43,6 +43,7 @@ class TrackerActor(TrackerCore):
             aside=Thread("housekeeping"),
             read=read_elsewhere,
         )
+        self.announce()
         threading.Thread(target=self._tick, name="metrics", daemon=True).start()
 
     def steps(self, generation: int, records: list[dict[str, Any]]) -> Directive:

@@ -35,11 +35,11 @@ from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import (
     ConfigError,
     ManifestError,
-    RestoreError,
     StaleGenerationError,
     StorageError,
     UnsaneStateError,
 )
+from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip, skip_past
 from ray_ckpt.tiers.housekeeping import ReadBack, read_back
@@ -72,8 +72,8 @@ from ray_ckpt.tracker.shelf import (
     incomplete,
     manifest_in,
     new_manifest,
+    newest_usable,
     restore_plan,
-    why_not,
 )
 
 __all__ = [
@@ -118,8 +118,10 @@ class TrackerCore:
         self._clock, self._on_event = clock, on_event
         self._dir = Path(facts.run_dir)
         self.memory = RunMemory()
+        self._events_read = 0
         for event in read_lines(self._dir / JOURNAL_NAME):
             self.memory.apply(event)
+            self._events_read += 1
         self._journal = LineQueue(JsonLines(self._dir / JOURNAL_NAME, sync=True))
         self._steps = LineQueue(JsonLines(self._dir / STEPS_NAME, sync=False))
         # Where the run stands: the last step executed, less what is counted as lost.
@@ -140,6 +142,15 @@ class TrackerCore:
             clock=clock,
             aside=aside,
             read=read,
+        )
+
+    def announce(self) -> None:
+        """Notes that a tracker took up the run: a new job, or the same one after its tracker died."""
+        self._record(
+            "tracker_started",
+            host=platform.node(),
+            pid=os.getpid(),
+            events_read=self._events_read,
         )
 
     # ---- attempts -------------------------------------------------------------------------------
@@ -546,6 +557,9 @@ class TrackerCore:
             "saves_settled": memory.commits + memory.refused,
             "last_commit_step": memory.last_commit_step,
             "last_commit_time": memory.last_commit_time,
+            "failed_in_a_row": memory.failed_in_a_row,
+            "next_save_step": memory.last_save_step
+            + steps_to_next(self._pace.decision.every_steps, memory.failed_in_a_row),
             "interruptions": dict(memory.interruptions),
             "lost_steps": memory.lost_steps,
             "first_time": memory.first_time,
@@ -624,21 +638,13 @@ class TrackerCore:
             if damaged and entry.quarantined is None:
                 # Somebody once promised this checkpoint; that it cannot be used must be seen.
                 self._quarantine(entry.folder.name, f"manifest: {entry.fault}", [])
-        good = [
-            entry
-            for entry in usable(entries)
-            if entry.folder.name not in self._unreadable and not left(entry, self.memory.left)
-        ]
-        # The journal counts too: manifests that are all gone do not make a new run.
-        if not good and (self.memory.commits or any(entry.committed for entry in entries)):
-            reasons = [f"{e.folder.name}: {why_not(e, self._passed(entries))}" for e in entries[:3]]
-            raise RestoreError(
-                f"run {self._facts.run!r} has committed checkpoints, and none below "
-                f"{self._dir / CHECKPOINTS_DIR} can be used ({'; '.join(reasons) or 'the folder is empty'}). "
-                "Such a run never starts from zero by itself: see `ray-ckpt ls`, bring a good copy back, or "
-                "choose another --run name."
-            )
-        return good[0] if good else None
+        return newest_usable(
+            self._facts.run,
+            self._dir,
+            entries,
+            commits=self.memory.commits,
+            passed=self._passed(entries),
+        )
 
     def _quarantine(self, name: str, reason: str, findings: list[dict[str, Any]]) -> None:
         self._keeper.cancel()  # what it was about to delete may be needed now

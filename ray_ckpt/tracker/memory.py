@@ -42,6 +42,7 @@ class RunMemory:
         last_commit_time: when it was, seconds since the epoch.
         failed_saves: how many saves failed.
         failed_in_a_row: how many since the last commit.
+        last_save_step: step of the newest save that was committed or failed, or where the newest attempt began.
         stalls_s: the last few stalls, seconds.
         uploads_s: the last few uploads, seconds.
         best_step: highest step ever executed.
@@ -82,6 +83,7 @@ class RunMemory:
     last_commit_time: float | None = None
     failed_saves: int = 0
     failed_in_a_row: int = 0
+    last_save_step: int = 0
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_SAVES))
     uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_SAVES))
     best_step: int = 0
@@ -124,6 +126,8 @@ class RunMemory:
 
     def apply(self, event: dict[str, Any]) -> None:
         """Takes one event of the journal."""
+        if event.get("event") == "tracker_started":
+            return  # a run is as old as its first attempt, and no attempt began or ended here
         time = event.get("time")
         if self.first_time is None and isinstance(time, int | float):
             self.first_time = float(time)
@@ -150,7 +154,7 @@ class RunMemory:
         self.world_size = int(event["world_size"])
 
     def _on_restored(self, event: dict[str, Any]) -> None:
-        self.kept_step = int(event["step"])
+        self.kept_step = self.last_save_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
         while self.norms and self.norms[-1][0] > self.kept_step:
             self.norms.pop()  # of a course that was left
@@ -179,7 +183,7 @@ class RunMemory:
         step = int(event["step"])
         self.commits += 1
         self.failed_in_a_row = 0
-        self.last_commit_step = step
+        self.last_commit_step = self.last_save_step = step
         self.last_commit_name = str(event["name"])
         self.last_commit_time = float(event["time"])
         self.stalls_s.append(float(event["stall_s"]))
@@ -222,6 +226,7 @@ class RunMemory:
         self.skips = tuple(Skip(**skip) for skip in event["skips"])
 
     def _on_save_failed(self, event: dict[str, Any]) -> None:
+        self.last_save_step = int(event["step"])
         self.failed_saves += 1
         self.failed_in_a_row += 1
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-from ray_ckpt.policy.decision import Decision, Measured, decide
+from ray_ckpt.policy.decision import Decision, Measured, decide, oversteps
 from ray_ckpt.policy.failures import FailureBelief
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.records import TrackerOptions
@@ -56,10 +56,16 @@ class Pace:
         self._times_s.clear()
 
     def steps(self, times_s: Iterable[float]) -> bool:
-        """Takes the times of steps, seconds; True when the present attempt's pace is known by them."""
+        """Takes the times of steps, seconds; True when it is time to decide again.
+
+        That is when the present attempt's pace is known by them, and when it has moved so far that the
+        decision breaks a limit: a save may be a long way off.
+        """
         knew = self._few_are_known()
         self._times_s.extend(times_s)
-        return self._few_are_known() and not knew
+        if not self._few_are_known():
+            return False
+        return not knew or oversteps(self.decision, median(self._times_s), self._options.limits)
 
     def decide(self, memory: RunMemory) -> Decision | None:
         """Decides again; returns the decision when it differs from the last one that was returned."""

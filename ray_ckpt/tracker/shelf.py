@@ -6,16 +6,19 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ray_ckpt.checkpoint.manifest import (
+    CHECKPOINTS_DIR,
     MANIFEST_NAME,
     CheckpointEntry,
     FileEntry,
     Manifest,
     read_manifest,
+    usable,
 )
-from ray_ckpt.errors import ManifestError
+from ray_ckpt.errors import ManifestError, RestoreError
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.records import RestorePlan, RunFacts
@@ -43,14 +46,43 @@ def restore_plan(
     return RestorePlan(name=entry.folder.name, manifest=entry.manifest, reason=reason)
 
 
-def why_not(entry: CheckpointEntry, unreadable: Mapping[str, str]) -> str:
+def newest_usable(
+    run: str,
+    run_dir: Path,
+    entries: Sequence[CheckpointEntry],
+    *,
+    commits: int,
+    passed: Mapping[str, str] = MappingProxyType({}),
+) -> CheckpointEntry | None:
+    """The checkpoint to restore; None for a run that never had one.
+
+    Args:
+        run: name of the run.
+        run_dir: its folder.
+        entries: all its checkpoints, newest first.
+        commits: how many were committed, as its journal says.
+        passed: name and reason of those that are passed over.
+
+    Raises:
+        RestoreError: there are checkpoints, or there were, and none can be used.
+    """
+    good = [entry for entry in usable(list(entries)) if entry.folder.name not in passed]
+    if good:
+        return good[0]
+    # The journal counts too: manifests that are all gone do not make a new run.
+    if commits or any(entry.committed for entry in entries):
+        reasons = [f"{e.folder.name}: {why_not(e, passed)}" for e in entries[:3]]
+        raise RestoreError(
+            f"run {run!r} has committed checkpoints, and none below {run_dir / CHECKPOINTS_DIR} can be used "
+            f"({'; '.join(reasons) or 'the folder is empty'}). Such a run never starts from zero by itself: see "
+            "`ray-ckpt ls`, bring a good copy back, or choose another --run name."
+        )
+    return None
+
+
+def why_not(entry: CheckpointEntry, passed: Mapping[str, str]) -> str:
     """Why a checkpoint is not used, in words."""
-    return (
-        entry.quarantined
-        or entry.fault
-        or unreadable.get(entry.folder.name)
-        or "older than another"
-    )
+    return entry.quarantined or entry.fault or passed.get(entry.folder.name) or "older than another"
 
 
 def manifest_in(folder: Path) -> Manifest | None:

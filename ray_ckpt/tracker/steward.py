@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from ray_ckpt.errors import RayCkptError, StaleGenerationError
+from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.tracker.client import TrackerClient
 from ray_ckpt.tracker.records import Attempt, Directive
 
@@ -38,7 +39,8 @@ class Steward:
         self._directive: Directive = attempt.directive
         self._answered_request = attempt.directive.save_request
         self._last_save, self._total = start_step, total_steps
-        self._failures = 0
+        # Storage that would not take the last saves of the attempt before may still not.
+        self._failures = attempt.directive.failed_in_a_row
         self._pending: list[dict[str, Any]] = []
         self._ticket: Any = None
         self._sent = time.monotonic()
@@ -69,10 +71,7 @@ class Steward:
             return False
         if step >= self._total or self.asked:
             return True
-        every = self._directive.every_steps
-        if self._failures:
-            # A failed save is tried again soon, and less and less often while it keeps failing.
-            every = min(every, 2**self._failures)
+        every = steps_to_next(self._directive.every_steps, self._failures)
         return step - self._last_save >= every
 
     def saving(self, step: int) -> float:

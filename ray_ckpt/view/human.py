@@ -51,6 +51,16 @@ def ago(then_s: float, now_s: float) -> str:
     return f"{human_duration(age_s)} ago" if age_s > 0 else f"{human_duration(-age_s)} ahead"
 
 
+def shorten(text: str, most: int = 200) -> str:
+    """A text in one line of `most` characters; a longer one ends in "..." after a whole word."""
+    text = " ".join(text.split())
+    if len(text) <= most:
+        return text
+    head, space, _ = text[: most - 3].rpartition(" ")
+    # A single word that is longer than the line has no better place.
+    return f"{head} ..." if space else f"{text[: most - 3]}..."
+
+
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
     """`value` in the first unit in which it prints with fewer digits than the next one needs."""
     for exponent, unit in enumerate(units):

@@ -65,7 +65,7 @@ class Narrator:
 
 def progress_line(status: dict[str, Any], total_steps: int) -> str:
     """One line: step, loss, learning rate, speed, workers, last commit, next save and why."""
-    last, decision = status["last"], status["decision"]
+    last = status["last"]
     seconds = status["step_time_s"] or last["step_time_s"]
     speed = human_count(last["tokens"] / seconds) if seconds > 0 else "?"
     commit = status["last_commit_step"]
@@ -76,9 +76,20 @@ def progress_line(status: dict[str, Any], total_steps: int) -> str:
     refused = status.get("refused", 0)
     if refused:
         saved += f", {refused} QUARANTINED by the guard"
-    next_save = min(total_steps, (commit or 0) + decision["every_steps"])
     return (
         f"step {last['step']}/{total_steps}  loss {last['loss']:.4f}  lr {last['lr']:.2e}  {speed} tokens/s  "
-        f"{last['world_size']} worker{'s' if last['world_size'] > 1 else ''}  {saved}  "
-        f"next save near step {next_save} ({decision['reason'].split(':')[0]})"
+        f"{last['world_size']} worker{'s' if last['world_size'] > 1 else ''}  {saved}"
+        f"{_next_save(status, total_steps)}"
     )
+
+
+def _next_save(status: dict[str, Any], total_steps: int) -> str:
+    if status["last_commit_step"] == total_steps:
+        return ""
+    step, failed = min(total_steps, status["next_save_step"]), status["failed_in_a_row"]
+    tries = f"{failed} save{'s' if failed > 1 else ''} FAILED, " if failed else ""
+    if step <= status["last"]["step"]:
+        return f"  {tries}a save is under way"
+    if failed:
+        return f"  {tries}next try near step {step}"
+    return f"  next save near step {step} ({status['decision']['reason'].split(':')[0]})"

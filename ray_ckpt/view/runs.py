@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def find_run(text: str, storage_text: str) -> Path:
         said = f"no run {text!r} in {storage}"
     for place in (given, storage):
         if runs := _runs_in(place):
-            raise ConfigError(f"{said}. Runs in {place}: {_some(runs)}")
+            raise ConfigError(f"{said}. Runs in {place}: {_some(_nearest(given.name, runs))}")
     raise ConfigError(f"{said}, and no other run is there. Say where with --storage FOLDER.")
 
 
@@ -95,6 +96,12 @@ def _runs_in(folder: Path) -> list[str]:
     with contextlib.suppress(OSError, StorageError):
         return sorted(item.name for item in folder.iterdir() if _is_run(item))
     return []
+
+
+def _nearest(name: str, names: list[str]) -> list[str]:
+    """Names that are like another one first, the most alike ahead; the rest stays in order."""
+    near = difflib.get_close_matches(name, names, n=max(1, len(names)), cutoff=0.5)
+    return near + [other for other in names if other not in near]
 
 
 def _some(names: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ckpt.view.human import human_bytes, human_duration
+from ray_ckpt.view.human import human_bytes, human_duration, shorten
 
 
 def tell(event: dict[str, Any]) -> str | None:
@@ -14,6 +14,12 @@ def tell(event: dict[str, Any]) -> str | None:
         return None
     # A cause may be a whole traceback, and a log with a line an event is read line by line.
     return " ".join(filter(None, map(str.strip, teller(event).splitlines())))
+
+
+def _tracker(e: dict[str, Any]) -> str:
+    known = e["events_read"]
+    what = f"knows the run from {known} lines of its journal" if known else "the run is new"
+    return f"tracker started on {e['host']} (pid {e['pid']}): {what}"
 
 
 def _attempt(e: dict[str, Any]) -> str:
@@ -65,7 +71,7 @@ def _skipped(e: dict[str, Any]) -> str:
 
 def _interruption(e: dict[str, Any]) -> str:
     return (
-        f"attempt {e['generation']} ended at step {e['step']} ({e['kind']}: {e['cause']}); "
+        f"attempt {e['generation']} ended at step {e['step']} ({e['kind']}: {shorten(str(e['cause']))}); "
         f"{_steps(e['lost_steps'])} to do again"
     )
 
@@ -113,6 +119,7 @@ def _finished(e: dict[str, Any]) -> str:
 
 
 _TELLERS = {
+    "tracker_started": _tracker,
     "attempt_started": _attempt,
     "restored": _restored,
     "decision": _decision,

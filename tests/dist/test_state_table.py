@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -30,6 +31,7 @@ from ray_ckpt.checkpoint.writer import ChecksumWriter
 from ray_ckpt.config import SavingConfig
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.state import rng
+from ray_ckpt.state.parts import ModulePart
 from ray_ckpt.state.train_state import PER_RANK, Progress, TrainState
 
 pytestmark = pytest.mark.dist
@@ -571,3 +573,19 @@ def test_in_exact_mode_numbers_are_derived_in_every_attempt(folder: Path) -> Non
             found |= numbers
     assert found.keys() == whole.keys()
     assert len({str(numbers) for numbers in found.values()}) == len(found)
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one() -> None:
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"module": nn.Linear(2, 1)}))
+
+    plain, inner = ModulePart("model", net()), net()
+    names = set(plain.pack()[1])
+    inner[0] = checkpoint_wrapper(inner[0])
+    for wrapped in (torch.compile(net()), torch.compile(inner)):
+        part = ModulePart("model", wrapped)
+        assert set(part.pack()[1]) == names
+        assert set(part.parameter_names().values()) == names
+        part.load({}, plain.pack()[1])
+        for name, tensor in part.pack()[1].items():
+            assert torch.equal(tensor, plain.pack()[1][name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import subprocess
@@ -300,6 +301,22 @@ def test_show_says_in_which_segment_a_checkpoint_was_made(run, capsys):
     assert re.search(r"^segment +0$", call(capsys, "show", run, 200)[1], re.MULTILINE)
 
 
+def test_runs_that_are_called_alike_are_named_first_and_none_is_kept_back_for_one_that_is_not(
+    tmp_path, capsys
+):
+    for n in range(12):
+        add_checkpoint(tmp_path / f"ablation-{n:02d}", 1)
+    add_checkpoint(tmp_path / "web-7b", 1)
+    add_checkpoint(tmp_path / "web-7b-long", 1)
+    for text in ("wbe-7b", tmp_path / "wbe-7b"):
+        err = call(capsys, "ls", text, "--storage", tmp_path)[2]
+        assert f"Runs in {tmp_path}: web-7b, web-7b-long, ablation-00, ablation-01" in err
+        assert err.endswith("and 4 more\n")
+    assert (
+        f"Runs in {tmp_path}: ablation-00, " in call(capsys, "ls", "zzz", "--storage", tmp_path)[2]
+    )
+
+
 @pytest.mark.parametrize("argv", [[], ["list"], ["ls"], ["ls", "x", "--nope"], ["show", "x"]])
 def test_wrong_usage_ends_with_code_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -341,12 +358,14 @@ def test_it_needs_neither_ray_nor_torch(run):
 
 
 def test_a_reader_that_goes_away_is_no_error(good_run):
-    for step in range(1000, 1400):
+    # More than a pipe of one page holds.
+    for step in range(1000, 1060):
         (good_run / "checkpoints" / checkpoint_name(step, 1)).mkdir()
     command = [sys.executable, "-m", "ray_ckpt", "ls", str(good_run), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
         process.stdout.read(1)
         process.stdout.close()
         errors = process.stderr.read()

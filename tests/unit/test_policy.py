@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ckpt.policy.decision import Decision, IntervalLimits, Measured, decide
+from ray_ckpt.policy.decision import Decision, IntervalLimits, Measured, decide, steps_to_next
 from ray_ckpt.policy.failures import FailureBelief
 from ray_ckpt.policy.interval import waste, young
+from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.tracker.pace import Pace
+from ray_ckpt.tracker.records import TrackerOptions
 
 seconds = st.floats(min_value=1e-3, max_value=1e7)
 stalls = st.floats(min_value=1e-3, max_value=1e4)
@@ -235,7 +238,8 @@ def test_whole_steps_stay_inside_the_limits_where_some_do(limits, changes):
 @pytest.mark.parametrize("missing", [{"step_s": None}, {"stall_s": None}])
 def test_before_anything_is_measured_the_first_save_comes_early(missing):
     found = decision(IntervalLimits(first_steps=7), **missing)
-    assert (found.formula, found.every_steps, found.interval_s) == ("first", 7, None)
+    seconds = None if "step_s" in missing else 3.5
+    assert (found.formula, found.every_steps, found.interval_s) == ("first", 7, seconds)
     assert found.reason.startswith("first: ")
     assert "7 steps" in found.reason
 
@@ -281,3 +285,46 @@ def test_no_stall_in_a_job_that_never_fails_has_an_answer():
 def test_wrong_limits_are_refused_by_name(wrong, words):
     with pytest.raises(ValueError, match=words):
         IntervalLimits(**wrong)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_decision_keeps_the_limits_as_soon_as_the_step_time_is_known(data):
+    least = data.draw(st.floats(0.01, 100))
+    limits = IntervalLimits(
+        min_s=least,
+        max_s=least * data.draw(st.floats(1, 1e4)),
+        first_steps=data.draw(st.integers(1, 50)),
+    )
+    memory = RunMemory()
+    pace = Pace(TrackerOptions(limits=limits, prior_mtbf_s=86400.0), memory, [])
+    for _ in range(data.draw(st.integers(1, 12))):
+        happens = data.draw(st.sampled_from(["steps", "steps", "steps", "commit", "attempt"]))
+        if happens == "steps":
+            step_s = data.draw(st.floats(1e-3, 10))
+            if pace.steps([step_s] * data.draw(st.integers(1, 60))):
+                pace.decide(memory)
+        elif happens == "commit":
+            memory.stalls_s.append(data.draw(stalls))
+            memory.uploads_s.append(data.draw(st.floats(0, 100)))
+            pace.decide(memory)
+        else:
+            pace.begin_attempt()
+            pace.decide(memory)
+        step_s = pace.step_time_s
+        if step_s is None:
+            assert pace.decision.every_steps == limits.first_steps
+        elif math.ceil(limits.min_s / step_s) * step_s <= limits.max_s:
+            seconds = pace.decision.every_steps * step_s
+            assert limits.min_s * (1 - 1e-6) <= seconds <= limits.max_s * (1 + 1e-6)
+
+
+def test_the_first_save_of_a_very_small_model_waits_for_the_least_interval():
+    found = decision(step_s=0.004, stall_s=None)
+    assert (found.formula, found.every_steps, found.interval_s) == ("first", 250, 1.0)
+    assert "policy.min-interval-s = 1 s" in found.reason
+
+
+def test_a_failed_save_is_tried_again_soon_and_then_more_and_more_rarely():
+    assert [steps_to_next(20, n) for n in range(7)] == [20, 2, 4, 8, 16, 20, 20]
+    assert [steps_to_next(1, n) for n in (0, 1, 5000)] == [1, 1, 1]

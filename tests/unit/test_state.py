@@ -143,7 +143,7 @@ def test_wrappers_do_not_show_in_names() -> None:
     assert "1.module.weight" in names  # a user's own "module" is no wrapper
     inner = net()
     inner[0] = checkpoint_wrapper(inner[0])
-    for wrapped in (nn.DataParallel(net()), torch.compile(net()), torch.compile(inner), inner):
+    for wrapped in (nn.DataParallel(net()), inner):  # torch.compile, dear to import, in tests/dist
         part = ModulePart("model", wrapped)
         assert set(part.pack()[1]) == names
         assert set(part.parameter_names().values()) == names

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ray_ckpt.elastic.causes import find_cause
+from ray_ckpt.view.human import shorten
 from ray_ckpt.view.story import tell
 
 COMMIT = {
@@ -16,6 +20,14 @@ COMMIT = {
     "upload_s": 12.2,
 }
 LINES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"event": "tracker_started", "host": "node-a", "pid": 7, "events_read": 0},
+        "tracker started on node-a (pid 7): the run is new",
+    ),
+    (
+        {"event": "tracker_started", "host": "node-a", "pid": 7, "events_read": 41},
+        "tracker started on node-a (pid 7): knows the run from 41 lines of its journal",
+    ),
     ({"event": "attempt_started", "generation": 3, "world_size": 1}, "attempt 3 starts with 1 worker"),
     ({"event": "attempt_started", "generation": 4, "world_size": 2}, "attempt 4 starts with 2 workers"),
     (
@@ -100,3 +112,32 @@ def test_a_cause_of_several_lines_is_still_one_line(event):
     line = tell(event)
     assert line is not None
     assert "\n" not in line
+
+
+def test_a_long_cause_is_whole_in_the_journal_and_cut_at_a_words_end_in_the_story():
+    error = OSError(" ".join(f"/shared/runs/part-{n:05d}" for n in range(40)))
+    cause = find_cause({1: error}, {}).text
+    assert cause == f"rank 1: OSError: {error}"
+    line = tell({"event": "interruption", "generation": 1, "step": 9, "kind": "worker_error",
+                 "cause": cause, "lost_steps": 4})  # fmt: skip
+    assert line is not None
+    told, _, rest = line.removeprefix("attempt 1 ended at step 9 (worker_error: ").partition(" ...")
+    assert rest == "); 4 steps to do again"
+    assert cause.startswith(told + " ")
+    assert len(told) > 150
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text("ab,.:", min_size=1, max_size=30), max_size=20), st.integers(20, 80))
+def test_a_text_is_cut_after_a_whole_word_and_only_when_it_is_too_long(words, most):
+    text, short = " ".join(words), shorten("  \n".join(words), most)
+    assert len(short) <= most
+    if len(text) <= most:
+        assert short == text
+    elif short.endswith(" ..."):
+        kept = short.removesuffix(" ...").split(" ")
+        assert kept == words[: len(kept)]
+        # The next word had no room.
+        assert len(" ".join(words[: len(kept) + 1])) > most - len(" ...")
+    else:
+        assert len(words[0]) > most - len(" ...")

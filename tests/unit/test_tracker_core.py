@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,8 +39,6 @@ CONTENT = {".metadata": b"meta", "__0_0.distcp": b"0123456789", "rank/rng-0.json
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """Whether the disk keeps its promise is not the matter here; waiting for it is slow."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setattr(manifest_module, "_READ_PAUSES_S", (0.0, 0.0))
 
 
@@ -175,7 +174,7 @@ def two(run) -> Run:
 
 ACTIONS = [
     "begin", "steps", "steps", "commit", "commit", "repeat", "bad save", "interrupt", "finish",
-    "stale", "reopen", "torn line", "request", "clock",
+    "stale", "reopen", "announce", "torn line", "request", "clock",
 ]  # fmt: skip
 KINDS = st.sampled_from(["worker_error", "node_loss", "hang", "resize", "drain", "user_stop"])
 FAULTS = ["missing", "size", "metadata", "error", "path"]
@@ -256,6 +255,8 @@ def test_any_history_keeps_generations_checkpoints_and_counts(tmp_path_factory, 
             assert run.everything() == before
         elif action == "request":
             run.core.request_save("somebody asked")
+        elif action == "announce":
+            run.core.announce()
         elif action == "clock":
             run.clock.now += data.draw(st.sampled_from([-1e6, -1.0, 3600.0]))
         elif action in ("torn line", "reopen"):
@@ -359,6 +360,19 @@ def test_a_generation_that_cannot_be_put_on_record_is_not_given_out(run, monkeyp
                 run.core.begin_attempt(2, [])
     assert run.begin().generation == 2
     assert [e["generation"] for e in run.journal("attempt_started")] == [1, 2]
+
+
+def test_a_tracker_that_takes_up_a_run_says_so_and_changes_nothing_else(two):
+    before = two.core.memory
+    for _ in range(2):
+        lines = len(two.journal())
+        two.open().announce()
+        event = two.journal()[-1]
+        assert (event["event"], event["events_read"]) == ("tracker_started", lines)
+        assert (event["host"], event["pid"]) == (platform.node(), os.getpid())
+        assert two.told[-1] == event
+        assert without_exposure(two.core.memory) == without_exposure(before)
+    assert two.train(1).every_steps  # the attempt goes on
 
 
 def test_a_lost_journal_does_not_give_a_generation_out_twice(two):

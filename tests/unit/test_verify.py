@@ -90,7 +90,7 @@ def test_an_untouched_checkpoint_has_no_fault(folder):
     assert check(folder) == []
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_any_flip_truncation_growth_or_removal_of_any_file_is_found(data):
     with tempfile.TemporaryDirectory() as run:

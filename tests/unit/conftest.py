@@ -1,0 +1,13 @@
+"""What makes every test here quick."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk keeps its promise or not, which no test can see; those of what is synced have an fsync of their own."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)

@@ -1,7 +1,7 @@
 """`ray-ckpt`: look at the checkpoints of a run and prove them, from nothing but its folder.
 
-Works on a storage path without Ray and without torch, so it answers at once, on any machine that
-sees the storage, also while the run goes on. It changes nothing.
+Works on a storage path without Ray and (but for `export`) without torch, so it answers at once, on any
+machine that sees the storage, also while the run goes on. It changes nothing in a run.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ray_ckpt.checkpoint.manifest import (
 )
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import ConfigError, RayCkptError, StorageError
+from ray_ckpt.export_command import add_arguments, command_export
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
 from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
 from ray_ckpt.view.tables import Column, Style, paint, printable, render_fields, render_table
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line: three commands that share RUN, --storage and --json."""
+    """The command line: commands that share RUN, --storage and --json."""
     layout: dict[str, Any] = {
         "epilog": _EXIT_CODES,
         "formatter_class": argparse.RawDescriptionHelpFormatter,
@@ -104,6 +105,8 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("step", metavar="STEP", help=step_help)
     verify = add("verify", command_verify, "Read every byte again and compare checksums.")
     verify.add_argument("step", metavar="STEP", nargs="?", help=f"{step_help}; default: all")
+    export = add("export", command_export, "Write the weights of a checkpoint as safetensors.")
+    add_arguments(export, step_help)
     return parser
 
 

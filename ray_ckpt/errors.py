@@ -59,3 +59,7 @@ class StaleGenerationError(RayCkptError):
 
 class StateError(RayCkptError, TypeError):
     """A part of the training state cannot be saved, or is not what it is given as."""
+
+
+class WeightsError(RayCkptError):
+    """A file of weights is damaged, or does not fit the model."""

@@ -13,6 +13,7 @@ from ray_ckpt.data.catalog import Index, MixedIndex, load_data
 from ray_ckpt.data.mixture import Order, mixed_order
 from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.initial import INIT_FROM, initial_weights
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
 from ray_ckpt.view.summary import snapshot_problem
@@ -62,6 +63,7 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         "--exact": config.exact,
         "--reading.window-groups": config.reading.window_groups,
         "--data (fingerprint of its content)": _data_identity(index),
+        INIT_FROM: initial_weights(config),
         **identity,
     }
     check_identity(config.run_dir, names)

@@ -37,7 +37,8 @@ def resolve(config: C) -> C:
     storage = absolute_folder(config.storage, "--storage")
     sources = config.sources or parse_sources([default_data(config)])
     data = (str(replace(s, path=absolute_folder(s.path, "--data"))) for s in sources)
-    return replace(config, storage=storage, data=tuple(data))
+    init_from = config.init_from and absolute_folder(config.init_from, "--init-from")
+    return replace(config, storage=storage, data=tuple(data), init_from=init_from)
 
 
 def default_data(config: Config) -> str:

@@ -121,6 +121,11 @@ class TrainState:
                 self._parts[name] = item
                 self._table[name] = make_part(name, item)
 
+    @property
+    def ema(self) -> torch.nn.Module | HasState | None:
+        """The averaged weights, as they were given."""
+        return self._parts.get("ema")
+
     def register(
         self, name: str, item: torch.nn.Module | HasState, *, per_rank: bool = False
     ) -> None:

@@ -37,18 +37,8 @@ def check_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:
         StorageError: the record cannot be read or written.
     """
     path = run_dir / IDENTITY_NAME
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        text = None
-    except NotADirectoryError as error:
-        raise StorageError(
-            f"{run_dir} cannot be written ({error.strerror}). --storage must be a folder, with no file in "
-            "its way."
-        ) from error
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
-    if text is None:
+    known = read_identity(run_dir)
+    if known is None:
         document = {"schema": SCHEMA, "identity": dict(identity)}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -59,13 +49,6 @@ def check_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:
                 "this user may write to."
             ) from error
         return
-    try:
-        known = json.loads(text)["identity"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise StorageError(
-            f"{path} is damaged ({error}). It says what the run began with: restore it, or remove it if you "
-            "are sure that the options are those of the run."
-        ) from error
     now = json.loads(json.dumps(dict(identity)))
     different = [
         f"{k} was {known[k]!r}, now {now[k]!r}" for k in now if k in known and known[k] != now[k]
@@ -75,3 +58,30 @@ def check_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:
             f"run {run_dir.name!r} in {run_dir.parent} began with other options: {'; '.join(different)}. They "
             "decide its course and stay the same for its life. Use the old values, or another --run name."
         )
+
+
+def read_identity(run_dir: Path) -> dict[str, Any] | None:
+    """What a run began with; None when it has not begun.
+
+    Raises:
+        StorageError: the record cannot be read, or is damaged.
+    """
+    path = run_dir / IDENTITY_NAME
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise StorageError(
+            f"{run_dir} cannot be written ({error.strerror}). --storage must be a folder, with no file in "
+            "its way."
+        ) from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error.strerror})") from error
+    try:
+        return dict(json.loads(text)["identity"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise StorageError(
+            f"{path} is damaged ({error}). It says what the run began with: restore it, or remove it if you "
+            "are sure that the options are those of the run."
+        ) from error

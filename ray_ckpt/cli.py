@@ -319,6 +319,8 @@ def _state(entry: CheckpointEntry) -> tuple[str, Style]:
         return f"QUARANTINED: {entry.quarantined}", "bad"
     if not entry.committed:
         return "not committed", "dim"
+    if entry.mistrusted:
+        return f"NOT TRUSTED: {entry.fault}", "bad"
     if entry.manifest is None:
         return f"DAMAGED: {entry.fault}", "bad"
     return "committed", ""

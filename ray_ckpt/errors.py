@@ -49,6 +49,16 @@ class ManifestError(RayCkptError):
         )
 
 
+class SignatureError(ManifestError):
+    """A manifest is not signed with one of the keys in use: perhaps forged, perhaps the key is a wrong one."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.fault}. With RAY_CKPT_KEY set only manifests signed with it are used. If the key is a "
+            "wrong one, set the right one, or add the old one after it and a comma."
+        )
+
+
 class RestoreError(RayCkptError):
     """No checkpoint could be restored although there are some, or a restored state is wrong."""
 

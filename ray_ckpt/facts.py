@@ -16,6 +16,7 @@ from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.initial import INIT_FROM, initial_weights
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
+from ray_ckpt.tracker.shelf import key_problem
 from ray_ckpt.view.summary import snapshot_problem
 
 
@@ -47,6 +48,8 @@ def order_of(index: Index, config: Config) -> Order:
 
 def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
     """Refuses what cannot work; the first start of a run writes down what must stay the same."""
+    if problem := key_problem(config.run_dir):
+        raise ConfigError(problem)
     index = load_data(config.sources)
     if index.seq_len != config.seq_len:
         folders = " and ".join(source.path for source in config.sources)

@@ -154,6 +154,7 @@ class Session:
             generation=attempt.generation,
             group=self._group,
             on_result=self._saved,
+            signed=attempt.signed,
         )
         self._saver.prepare(self._full_state())
         self._seen = time.monotonic()

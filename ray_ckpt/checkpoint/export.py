@@ -99,7 +99,7 @@ def export_weights(
     _check_target(to, entry.folder)
     _verify(entry.folder, manifest)
     reader = FileSystemReader(entry.folder)
-    entries = read_entries(reader, entry.folder)
+    entries = read_entries(reader, entry.folder, manifest)
     documents = _documents(reader, entries, entry.folder)
     chosen, left_out = _choose(entries, documents, what, entry.folder)
     plan = _split({name: _size(chosen[name]) for name in chosen}, file_bytes)

@@ -65,6 +65,7 @@ class Saver:
         run_dir: the run's folder, the same on all ranks.
         generation: of this attempt; part of the checkpoints' names.
         group: gloo process group of all ranks that nothing else uses.
+        signed: whether the manifest will be signed, which takes a SHA-256 of every file.
         on_result: called on rank 0, in the background thread, with the outcome of each save.
     """
 
@@ -75,7 +76,9 @@ class Saver:
         generation: int,
         group: dist.ProcessGroup,
         on_result: Callable[[SaveResult], None],
+        signed: bool = False,
     ) -> None:
+        self._signed = signed
         self._run_dir, self._generation, self._group = run_dir, generation, group
         self._on_result = on_result
         self._stager = DefaultStager(staging_options())
@@ -103,7 +106,7 @@ class Saver:
             raise RuntimeError("a save is in flight; wait() for it first")
         started = time.monotonic()
         folder = self._run_dir / CHECKPOINTS_DIR / checkpoint_name(step, self._generation)
-        writer = ChecksumWriter(folder)
+        writer = ChecksumWriter(folder, strong=self._signed)
         future: Any = None
         error: str | None = None
         try:

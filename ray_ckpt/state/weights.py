@@ -97,7 +97,7 @@ def weights_fingerprint(path: Path) -> str:
         StorageError: storage cannot be read.
     """
     try:
-        digests = sorted(hash_file(file)[1] for file in weight_files(path))
+        digests = sorted(hash_file(file.resolve())[1] for file in weight_files(path))
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error.strerror or error})") from error
     return str(xxhash.xxh3_128_hexdigest(" ".join(digests).encode()))

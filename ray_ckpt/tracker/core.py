@@ -19,12 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.checkpoint import signature
 from ray_ckpt.checkpoint.manifest import (
     CHECKPOINTS_DIR,
     CheckpointEntry,
     Manifest,
     checkpoint_name,
     list_checkpoints,
+    parse_checkpoint_name,
     usable,
     write_manifest,
     write_quarantine,
@@ -53,6 +55,7 @@ from ray_ckpt.tracker.records import (
 from ray_ckpt.tracker.shelf import (
     discard,
     incomplete,
+    key_problem,
     manifest_in,
     new_manifest,
     restore_plan,
@@ -115,6 +118,8 @@ class TrackerCore:
         Raises:
             RestoreError: there are checkpoints and none can be used.
         """
+        if problem := key_problem(self._dir):
+            raise RestoreError(problem)  # before anything is on record: it is no fault of the run
         if self.memory.attempt_open:
             # Nobody said how the last one ended: its driver died, or its whole cluster.
             self.interruption(kind="lost", cause="the job ended without a word")
@@ -133,7 +138,12 @@ class TrackerCore:
         )
         self._pace.begin_attempt()
         self._decide()
-        return Attempt(generation=generation, plan=self._plan(entry), directive=self._directive())
+        return Attempt(
+            generation=generation,
+            plan=self._plan(entry),
+            directive=self._directive(),
+            signed=signature.active() is not None,
+        )
 
     def restored(
         self, generation: int, step: int, seconds: float, source: str, reason: str
@@ -161,6 +171,8 @@ class TrackerCore:
             RestoreError: it was the last one.
         """
         self._check(generation)
+        if parse_checkpoint_name(name) is None:  # it becomes a path
+            raise RestoreError(f"{name!r} is no checkpoint's name. Nothing was changed.")
         reason = f"{faults[0].path}: {faults[0].fault}"
         findings = [{"path": fault.path, "fault": fault.fault} for fault in faults]
         if all(fault.unreadable for fault in faults):

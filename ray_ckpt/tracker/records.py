@@ -69,11 +69,13 @@ class Attempt:
         generation: of this attempt.
         plan: what to restore; None starts from the beginning.
         directive: how often to save.
+        signed: whether manifests are signed, which takes a SHA-256 of every file.
     """
 
     generation: int
     plan: RestorePlan | None
     directive: Directive
+    signed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

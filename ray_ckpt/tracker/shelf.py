@@ -13,8 +13,10 @@ from ray_ckpt.checkpoint.manifest import (
     CheckpointEntry,
     FileEntry,
     Manifest,
+    list_checkpoints,
     read_manifest,
 )
+from ray_ckpt.checkpoint.signature import KEY_VARIABLE
 from ray_ckpt.errors import ManifestError
 from ray_ckpt.tracker.records import RestorePlan, RunFacts
 
@@ -48,6 +50,25 @@ def why_not(entry: CheckpointEntry, unreadable: Mapping[str, str]) -> str:
         or entry.fault
         or unreadable.get(entry.folder.name)
         or "older than another"
+    )
+
+
+def key_problem(run_dir: Path) -> str | None:
+    """What to say when a key is in use and no checkpoint can be restored for want of its signature.
+
+    Raises:
+        StorageError: the folder of checkpoints cannot be listed.
+        ConfigError: the key is not usable.
+    """
+    entries = [entry for entry in list_checkpoints(run_dir) if entry.committed]
+    mistrusted = [entry for entry in entries if entry.mistrusted]
+    if not mistrusted or any(entry.usable for entry in entries):
+        return None
+    newest = mistrusted[0]
+    return (
+        f"{KEY_VARIABLE} is probably wrong: none of the checkpoints in {newest.folder.parent} is signed with it "
+        f"({newest.folder.name}: {newest.fault}; {len(mistrusted)} of {len(entries)} like this). Nothing was changed. "
+        "Set the key that the run was saved with; to change keys, put the old one after the new one and a comma."
     )
 
 
@@ -96,7 +117,7 @@ def incomplete(folder: Path, files: list[dict[str, Any]]) -> str | None:
         return "the metadata of the checkpoint was not written"
     for entry in files:
         try:
-            size = (folder / entry["path"]).stat().st_size
+            size = (folder / entry["path"]).lstat().st_size
         except OSError as error:
             return f"{folder / entry['path']} is not there ({error.strerror})"
         if size != entry["bytes"]:

@@ -24,7 +24,7 @@ def second_look(run_dir: Path, name: str, step: int) -> Any:
 def _look(folder: str) -> str | None:
     path = Path(folder)
     try:
-        for entry in read_manifest(path).files:
+        for entry in read_manifest(path, check_signature=False).files:
             size = (path / entry.path).stat().st_size
             if size != entry.bytes:
                 return f"{entry.path} has {size} of {entry.bytes} bytes"

@@ -315,6 +315,8 @@ def read_manifest(folder: Path, *, check_signature: bool = True) -> Manifest:
         StorageError: storage failed; whether the checkpoint is committed is not known.
     """
     path = folder / MANIFEST_NAME
+    # Before the file: a key that is of no use is no fault of a manifest.
+    keys = signature.active() if check_signature else None
     data = _read_bytes(path)
     if data is None:
         raise ManifestError(path, "missing")
@@ -323,13 +325,13 @@ def read_manifest(folder: Path, *, check_signature: bool = True) -> Manifest:
     try:
         document = _decode(data)
         if check_signature:
-            _check_signature(path, data)
+            _check_signature(path, data, keys)
         manifest = Manifest.from_json(document)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ManifestError(path, str(error)) from error
     if folder.name != manifest.name:
         raise ManifestError(path, f"it is the manifest of {manifest.name}, not of {folder.name}")
-    if check_signature and signature.active() is not None and (bare := _without_sha256(manifest)):
+    if keys is not None and (bare := _without_sha256(manifest)):
         raise SignatureError(path, f"its signature does not cover the content of {bare!r}")
     return manifest
 
@@ -499,9 +501,8 @@ def _decode(data: bytes) -> dict[str, Any]:
     return document
 
 
-def _check_signature(path: Path, data: bytes) -> None:
+def _check_signature(path: Path, data: bytes, keys: Keys | None) -> None:
     """Refuses a whole manifest that no key in use has signed; to call after its checksum matched."""
-    keys = signature.active()
     head, _, _ = data.rpartition(_SEAL_KEY)
     # Nothing but the checksum may follow: JSON would take a field that comes again for the true one.
     found = _SIGNATURE_TAIL.search(head)

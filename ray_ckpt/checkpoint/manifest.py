@@ -373,9 +373,12 @@ def write_quarantine(
         findings: details, such as `[{"path": ..., "fault": ...}]`.
 
     Raises:
+        ManifestError: the folder is a link, and the mark would be somewhere else.
         StorageError: the disk refused; the checkpoint is still offered.
     """
     path = folder / QUARANTINE_NAME
+    if folder.is_symlink():
+        raise ManifestError(path, _LINKED)
     if read_quarantine(folder) is not None:
         return
     note = {"time": time_s, "reason": reason, "findings": findings or []}

@@ -1,36 +1,36 @@
 """`ray-ckpt`: look at the checkpoints of a run and prove them, from nothing but its folder.
 
 Works on a storage path without Ray and (but for `export`) without torch, so it answers at once, on any
-machine that sees the storage, also while the run goes on. It changes nothing in a run.
+machine that sees the storage, also while the run goes on. The commands here change nothing in a run; those
+that pin and delete are in :mod:`ray_ckpt.cli_retention`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint.manifest import (
-    CHECKPOINTS_DIR,
     MANIFEST_NAME,
     CheckpointEntry,
     list_checkpoints,
+    read_quarantine_note,
     usable,
 )
 from ray_ckpt.checkpoint.verify import Fault, verify_files
-from ray_ckpt.errors import ConfigError, RayCkptError, StorageError
+from ray_ckpt.cli_retention import add_retention_commands
+from ray_ckpt.errors import ConfigError, RayCkptError
 from ray_ckpt.export_command import add_arguments, command_export
-from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
 from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
+from ray_ckpt.view.keeping import Keeping
+from ray_ckpt.view.runs import find_run, pick, verified_times
 from ray_ckpt.view.tables import Column, Style, paint, printable, render_fields, render_table
 
 STORAGE_VARIABLE = "RAY_CKPT_STORAGE"
@@ -46,8 +46,6 @@ _EXIT_CODES = """exit codes:
   130  interrupted
   141  the reader of the output went away (as in `ray-ckpt ls RUN | head -1`)
 """
-_STEP = re.compile(r"(?:step-)?([0-9]{1,18})(?:-g([0-9]{1,9}))?")
-_NAMES_SHOWN = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
         "formatter_class": argparse.RawDescriptionHelpFormatter,
     }
     parser = argparse.ArgumentParser(
-        prog="ray-ckpt", description="Look at the checkpoints of a run and prove them.", **layout
+        prog="ray-ckpt",
+        description="Look at the checkpoints of a run, prove them, pin them, delete the old ones.",
+        **layout,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     step_help = "a step, such as 1200 (newest generation), or 1200-g3"
@@ -107,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("step", metavar="STEP", nargs="?", help=f"{step_help}; default: all")
     export = add("export", command_export, "Write the weights of a checkpoint as safetensors.")
     add_arguments(export, step_help)
+    add_retention_commands(add, step_help)
     return parser
 
 
@@ -114,9 +115,10 @@ def command_ls(args: argparse.Namespace) -> int:
     """`ls RUN`: one line per checkpoint folder."""
     run = find_run(args.run, args.storage)
     entries = list_checkpoints(run)
-    verified_at = verified_times(run)
+    verified_at, keeping = verified_times(run), Keeping(run, entries)
     if args.json:
-        _print_json([_listing(entry, verified_at) for entry in entries])
+        listing = [{**_listing(e, verified_at), **keeping.of(e.folder.name)} for e in entries]
+        _print_json(listing)
         return 0
     if not entries:
         print(f"{printable(str(run))}: no checkpoints yet")
@@ -135,6 +137,7 @@ def command_ls(args: argparse.Namespace) -> int:
     rows, styles = [], []
     for entry in entries:
         state, style = _state(entry)
+        state += keeping.pinned(entry.folder.name)
         checked_s = verified_at.get(entry.folder.name)
         verified = "-" if checked_s is None else ago(checked_s, now_s)
         manifest = entry.manifest
@@ -158,13 +161,19 @@ def command_ls(args: argparse.Namespace) -> int:
 
 def command_show(args: argparse.Namespace) -> int:
     """`show RUN STEP`: one manifest, in full."""
-    entry = pick(list_checkpoints(find_run(args.run, args.storage)), args.step)
+    run = find_run(args.run, args.storage)
+    entries = list_checkpoints(run)
+    entry, keeping = pick(entries, args.step), Keeping(run, entries)
+    if entry.manifest is None and entry.quarantined is not None and not args.json:
+        _show_note(entry)
+        return EXIT_FAULT
     if entry.manifest is None:
         print(f"ray-ckpt: {entry.folder / MANIFEST_NAME}: {entry.fault}", file=sys.stderr)
         return EXIT_FAULT
     document = entry.manifest.to_json()
     if args.json:
-        _print_json({**document, "quarantined": entry.quarantined})
+        kept = keeping.of(entry.folder.name)
+        _print_json({**document, "quarantined": entry.quarantined, **kept})
         return 0
     files = document.pop("files")
     committed_at = document["committed_at"]
@@ -172,13 +181,26 @@ def command_show(args: argparse.Namespace) -> int:
     document["committed_at"] = f"{when} ({ago(committed_at, time.time())})"
     for name in ("sample_offset", "tokens"):
         document[name] = f"{document[name]} ({human_count(document[name])})"
-    pairs = [("state", _state(entry)[0]), ("folder", str(entry.folder)), *_flat(document)]
+    document["segment"] = _segment(document["segment"])
+    pairs = [("state", _state(entry)[0]), *keeping.fields(entry.folder.name)]
+    pairs += [("folder", str(entry.folder)), *_flat(document)]
     pairs.append(("files", f"{len(files)}, {human_bytes(entry.manifest.total_bytes)}"))
     print(render_fields(pairs), end="\n\n")
     columns = [Column("FILE"), Column("SIZE", "right"), Column(entry.manifest.checksum_algorithm)]
     rows = [[file["path"], human_bytes(file["bytes"]), file["checksum"]] for file in files]
     print(render_table(columns, rows))
     return 0
+
+
+def _show_note(entry: CheckpointEntry) -> None:
+    """What is known of a checkpoint that was set aside before it had a manifest."""
+    note = read_quarantine_note(entry.folder) or {}
+    findings = note.pop("findings", [])
+    pairs = [("state", _state(entry)[0]), ("folder", str(entry.folder)), *_flat(note)]
+    print(render_fields(pairs))
+    if findings:
+        rows = [[str(f.get("kind", "")), str(f.get("text", ""))] for f in findings]
+        print("\n" + render_table([Column("FINDING"), Column("WHAT")], rows))
 
 
 def command_verify(args: argparse.Namespace) -> int:
@@ -190,7 +212,8 @@ def command_verify(args: argparse.Namespace) -> int:
     results = []
     for entry in entries:
         if not entry.committed and args.step is None:
-            _note(f"{entry.folder.name}: not committed, nothing to verify")
+            why = f"quarantined ({entry.quarantined}), " if entry.quarantined else ""
+            _note(f"{entry.folder.name}: {why}not committed, nothing to verify")
             continue
         started_s = time.monotonic()
         faults = _faults(entry)
@@ -211,64 +234,6 @@ def command_verify(args: argparse.Namespace) -> int:
     return EXIT_FAULT if num_bad else 0
 
 
-def find_run(text: str, storage_text: str) -> Path:
-    """The folder of a run, from a path or from a name below the storage.
-
-    Raises:
-        ConfigError: there is no run; the message says what is there.
-        StorageError: storage cannot be read.
-    """
-    if not text:
-        raise ConfigError("RUN is empty; give a run's folder or the name of a run")
-    storage = Path(storage_text).expanduser().absolute()
-    given = Path(text).expanduser().absolute()
-    is_name = text == Path(text).name
-    for folder in (storage / text, given) if is_name else (given, storage / text):
-        if _is_run(folder):
-            return folder
-    around = next((parent for parent in given.parents if _is_run(parent)), None)
-    if around is not None:
-        raise ConfigError(f"{given} is inside a run, not a run; give {around}")
-    said = f"{given} is not a run (a run has {CHECKPOINTS_DIR}/ or {JOURNAL_NAME})"
-    if is_name:
-        said = f"no run {text!r} in {storage}"
-    for place in (given, storage):
-        if runs := _runs_in(place):
-            raise ConfigError(f"{said}. Runs in {place}: {_some(runs)}")
-    raise ConfigError(f"{said}, and no other run is there. Say where with --storage FOLDER.")
-
-
-def pick(entries: list[CheckpointEntry], text: str) -> CheckpointEntry:
-    """The checkpoint of a step: the newest committed generation, or the one asked for.
-
-    Raises:
-        ConfigError: the step is not a step, or there is no such checkpoint.
-    """
-    match = _STEP.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"STEP is {text!r}; give a number such as 1200, or 1200-g3")
-    step, generation = int(match[1]), match[2] and int(match[2])
-    found = [e for e in entries if e.step == step and generation in (None, e.generation)]
-    if not found:
-        there = _some([f"{e.step}-g{e.generation}" for e in entries]) or "none"
-        raise ConfigError(f"no checkpoint {text}; there are: {there}")
-    # An attempt that died while it saved must not hide the good save of the attempt before.
-    return next((entry for entry in found if entry.committed), found[0])
-
-
-def verified_times(run: Path) -> dict[str, float]:
-    """Name of a checkpoint to the last time the run verified it, from the run's journal.
-
-    Every event that proves a checkpoint's bytes carries `verified: <name of the checkpoint>`.
-    """
-    times: dict[str, float] = {}
-    for event in read_lines(run / JOURNAL_NAME):
-        name, time_s = event.get("verified"), event.get("time")
-        if isinstance(name, str) and isinstance(time_s, int | float):
-            times[name] = max(time_s, times.get(name, time_s))
-    return times
-
-
 def _listing(entry: CheckpointEntry, verified_at: dict[str, float]) -> dict[str, Any]:
     manifest = entry.manifest
     return {
@@ -277,7 +242,6 @@ def _listing(entry: CheckpointEntry, verified_at: dict[str, float]) -> dict[str,
         "committed_at": manifest and manifest.committed_at,
         "tiers": [TIER] if manifest is not None else [],
         "verified_at": verified_at.get(entry.folder.name),
-        "pinned": False,
         "world_size": manifest and manifest.world_size,
         "sample_offset": manifest and manifest.sample_offset,
         "bytes": manifest and manifest.total_bytes,
@@ -326,6 +290,14 @@ def _state(entry: CheckpointEntry) -> tuple[str, Style]:
     return "committed", ""
 
 
+def _segment(mark: dict[str, Any]) -> str:
+    """The segment of a checkpoint in one line; the first needs no explanation."""
+    if not mark["number"]:
+        return "0"
+    since = f"since step {mark['start_step']}, sample {mark['start_offset']}"
+    return f"{mark['number']}, {since}: {mark['reason']}"
+
+
 def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Nested fields as lines: metrics.loss, versions.torch."""
     pairs = []
@@ -336,26 +308,6 @@ def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
             text = value if isinstance(value, str) else json.dumps(value)
             pairs.append((prefix + name, text))
     return pairs
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        marks = (CHECKPOINTS_DIR, JOURNAL_NAME, STEPS_NAME)
-        return any((folder / mark).exists() for mark in marks)
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be read ({error}); mend access to it") from error
-
-
-def _runs_in(folder: Path) -> list[str]:
-    """Names of runs, for a hint: what cannot be read is left out."""
-    with contextlib.suppress(OSError, StorageError):
-        return sorted(item.name for item in folder.iterdir() if _is_run(item))
-    return []
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def _print_json(value: object) -> None:

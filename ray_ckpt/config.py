@@ -9,23 +9,27 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tyro.conf import UseAppendAction
 
+from ray_ckpt.checkpoint.guard import FEW_SAVES, GuardRule, OnNonfinite
 from ray_ckpt.data.catalog import DataSource, parse_sources
 from ray_ckpt.data.plan import check_batch
 from ray_ckpt.data.reader import OnCorrupt
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.tiers.retention import Mode
+from ray_ckpt.tiers.rules import Rules
 
 DEFAULT_HOME = "~/ray_ckpt"
 
 FeedKind = Literal["ray", "local"]
 GpuUse = Literal["auto", "yes", "no"]
 Parallel = Literal["ddp", "fsdp"]
+StagingMode = Literal["blocking", "overlapped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +100,8 @@ class SavingConfig:
     """Longest wait for a save in flight when the run ends, and for a worker that does not answer, seconds."""
     final_tries: int = 3
     """Times the last save of a run is tried before the run is called failed."""
+    staging: StagingMode = "blocking"
+    """Training stands still for the copy, or only the optimizer's next step waits for it (overlapped)."""
     report_to_ray: bool = True
     """Tell Ray Train of each commit, so that Result.checkpoint and get_checkpoint() know it."""
     allow_missing: UseAppendAction[tuple[str, ...]] = ()
@@ -104,12 +110,55 @@ class SavingConfig:
     def __post_init__(self) -> None:
         _more_than_0("--saving.timeout-s", self.timeout_s, " s")
         _at_least(1, "--saving.final-tries", self.final_tries)
+        _one_of(StagingMode, "--saving.staging", self.staging)
         for name in self.allow_missing:
             if not name.strip("."):
                 raise ConfigError(
                     f"--saving.allow-missing {name!r}: an empty name would allow nothing; give the name of an item "
                     "or tensor, as the error that asked for it has it"
                 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """What a checkpoint must be to be committed, and what a run does that is no longer finite."""
+
+    on_nonfinite: OnNonfinite = "stop"
+    """A loss, gradient norm or state that is not finite: stop the run and say so (nothing is lost, and nobody decides
+    for you); go back to a checkpoint from before and try again; go back and leave out the global batches that led
+    there; or train on, without commits until the state is finite. With a gradient scaler only the state counts."""
+    max_rollbacks: int = 2
+    """Rollbacks in a row; then the run stops. Each goes one checkpoint further back than the one before."""
+    band_factor: float = 4.0
+    """Refuse a checkpoint whose parameter norm is so many times more or less than at the last saves; 0 for any."""
+    band_saves: int = 8
+    """Saves that make up the band."""
+    ignore: UseAppendAction[tuple[str, ...]] = ()
+    """First parts of names of tensors that may hold anything, such as model.mask; repeatable."""
+
+    def __post_init__(self) -> None:
+        _one_of(OnNonfinite, "--guard.on-nonfinite", self.on_nonfinite)
+        _at_least(1, "--guard.max-rollbacks", self.max_rollbacks)
+        _at_least(FEW_SAVES, "--guard.band-saves", self.band_saves)
+        if self.band_factor != 0 and not 1 < self.band_factor < math.inf:
+            raise ConfigError(
+                f"--guard.band-factor {self.band_factor}: must be more than 1, and finite; 0 turns the band off"
+            )
+        for name in self.ignore:
+            if not name.strip("."):
+                raise ConfigError(
+                    f"--guard.ignore {name!r}: an empty name would ignore nothing; give the name of a tensor, as "
+                    "the finding has it, or the first parts of it"
+                )
+
+    def rule(self) -> GuardRule:
+        """What the tracker goes by."""
+        return GuardRule(
+            band_factor=self.band_factor,
+            band_saves=self.band_saves,
+            on_nonfinite=self.on_nonfinite,
+            max_rollbacks=self.max_rollbacks,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +183,40 @@ class ElasticConfig:
             _more_than_0(f"--elastic.{_flag(name)}", getattr(self, name))
         _one_of(GpuUse, "--elastic.gpu", self.gpu)
         _at_least(1, "--elastic.max-fruitless-attempts", self.max_fruitless_attempts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetentionConfig:
+    """Which checkpoints are kept: those that any rule keeps. The newest verified one and pinned ones always stay."""
+
+    keep_newest: int = 5
+    """So many of the newest; 0 keeps every checkpoint of the run."""
+    keep_every_steps: int = 0
+    """Also the first at or after each multiple of so many steps; 0 is off."""
+    keep_every_s: float = 3600.0
+    """Also one per so many seconds of wall time; 0 is off."""
+    keep_best: int = 0
+    """Also so many with the best value of a metric; 0 is off."""
+    metric: str = "loss"
+    """Which metric."""
+    mode: Mode = "min"
+    """Whether its lowest or its highest value is best."""
+    keep_steps: UseAppendAction[tuple[int, ...]] = ()
+    """Also the checkpoints of this step; repeatable."""
+    quarantined: int = 3
+    """How many checkpoints that were found bad stay as evidence, at least 1."""
+    grace_s: float = 3600.0
+    """How long files that an attempt never committed stay after the last of them was written, seconds."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.rules()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def rules(self) -> Rules:
+        """What the tracker and `ray-ckpt gc` go by."""
+        return Rules(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,12 +247,16 @@ class Config:
     """How the model is spread over workers: whole copies (DDP) or shards (FSDP2)."""
     exact: bool = False
     """Sum gradients so that losses and weights are the same bits for any number of workers; slower."""
+    change_at_resume: str = ""
+    """Why, in words, this resume has other data, weights, batch sizes, row length or window: starts a segment."""
     log_every: int = 10
     """Steps between progress lines."""
     reading: ReadingConfig = field(default_factory=ReadingConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     saving: SavingConfig = field(default_factory=SavingConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", _paths(self.data, "--data"))
@@ -184,6 +271,11 @@ class Config:
         _at_least(1, "--log-every", self.log_every)
         _one_of(Parallel, "--parallel", self.parallel)
         check_batch(self.global_batch, self.micro_batch)
+        if self.change_at_resume and not self.change_at_resume.strip():
+            raise ConfigError(
+                f"--change-at-resume {self.change_at_resume!r}: give the reason in words; it stays on record with "
+                "the run"
+            )
         low, high = self.worker_range
         most = self.global_batch // self.micro_batch
         if not 1 <= low <= high:

@@ -7,6 +7,7 @@ out. The command line maps `ConfigError` to exit code 2, every other `RayCkptErr
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class RayCkptError(Exception):
@@ -59,6 +60,30 @@ class SignatureError(ManifestError):
         )
 
 
+class UnsaneStateError(RayCkptError):
+    """The guard does not let a state be committed.
+
+    Attributes:
+        findings: what is wrong, as in :class:`ray_ckpt.checkpoint.guard.Finding`.
+    """
+
+    def __init__(self, reason: str, findings: list[dict[str, Any]]) -> None:
+        super().__init__(reason, findings)
+        self.reason = reason
+        self.findings = findings
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class NonfiniteError(RayCkptError):
+    """The run is no longer finite, and goes no further."""
+
+
+class RollbackError(RayCkptError):
+    """The run is no longer finite: the attempt ends, and the next one begins at a checkpoint from before."""
+
+
 class RestoreError(RayCkptError):
     """No checkpoint could be restored although there are some, or a restored state is wrong."""
 
@@ -73,3 +98,7 @@ class StateError(RayCkptError, TypeError):
 
 class WeightsError(RayCkptError):
     """A file of weights is damaged, or does not fit the model."""
+
+
+class MemoryShortError(RayCkptError):
+    """A node has less memory than saving takes."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ray_ckpt.checkpoint.manifest import list_checkpoints
 from ray_ckpt.view.human import human_bytes, human_count
+from ray_ckpt.view.runs import find_run, pick
 from ray_ckpt.view.tables import printable
 
 _FILE_MIB = 1024
@@ -32,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser, step_help: str) -> None:
 
 def command_export(args: argparse.Namespace) -> int:
     """`export RUN STEP --to DIR`: verifies a checkpoint and writes its weights."""
-    from ray_ckpt.cli import find_run, pick
-
     entry = pick(list_checkpoints(find_run(args.run, args.storage)), args.step)
     from ray_ckpt.checkpoint.export import export_weights  # torch takes seconds: after the checks
 

@@ -8,25 +8,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data
 from ray_ckpt.data.mixture import Order, mixed_order
 from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.data.permute import mix
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.initial import INIT_FROM, initial_weights
+from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
-from ray_ckpt.tracker.shelf import key_problem
 from ray_ckpt.view.summary import snapshot_problem
 
+_SEGMENT = 7  # the purpose of a draw, as those in order.py, reader.py and mixture.py
 
-def global_order(config: Config) -> Order:
+
+def global_order(config: Config, segment: Segment = FIRST) -> Order:
     """The global order of samples that a configuration names."""
-    return order_of(load_data(config.sources), config)
+    return order_of(load_data(config.sources), config, segment)
 
 
-def order_of(index: Index, config: Config) -> Order:
-    """The global order of some data."""
+def order_of(index: Index, config: Config, segment: Segment = FIRST) -> Order:
+    """The global order of some data, in a segment of a run.
+
+    Segment 0 draws from the run's seed. A later one has its own: a run whose batch changed would see again
+    the rows that it began with, first.
+    """
+    number = segment.number
+    seed = mix(config.seed, number, _SEGMENT) if number else config.seed
     if isinstance(index, MixedIndex):
         return mixed_order(
             [part.row_group_sizes for part in index.parts],
@@ -34,20 +44,23 @@ def order_of(index: Index, config: Config) -> Order:
             weights=[source.weight for source in index.sources],
             global_batch=config.global_batch,
             micro_batch=config.micro_batch,
-            seed=config.seed,
+            seed=seed,
             window_groups=config.reading.window_groups,
         )
     return GlobalOrder(
         row_group_sizes=index.row_group_sizes,
         global_batch=config.global_batch,
         micro_batch=config.micro_batch,
-        seed=config.seed,
+        seed=seed,
         window_groups=config.reading.window_groups,
     )
 
 
 def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
-    """Refuses what cannot work; the first start of a run writes down what must stay the same."""
+    """Refuses what cannot work; the first start of a run writes down what must stay the same.
+
+    A change that ``--change-at-resume`` declares is let pass: the tracker makes a segment of it.
+    """
     if problem := key_problem(config.run_dir):
         raise ConfigError(problem)
     index = load_data(config.sources)
@@ -69,7 +82,9 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         INIT_FROM: initial_weights(config),
         **identity,
     }
-    check_identity(config.run_dir, names)
+    notice = check_identity(config.run_dir, names, config.change_at_resume)
+    if notice:
+        print(notice, flush=True)
     probe(config.run_dir)
     return RunFacts(
         run=config.run,
@@ -78,6 +93,8 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         data_fingerprint=index.fingerprint,
         parallel=config.parallel,
         versions=versions(),
+        identity=names,
+        change_reason=config.change_at_resume,
     )
 
 
@@ -96,6 +113,8 @@ def tracker_options(config: Config) -> TrackerOptions:
         prior_mtbf_s=config.policy.prior_mtbf_s,
         prior_weight=config.policy.prior_weight,
         max_fruitless=config.elastic.max_fruitless_attempts,
+        retention=config.retention.rules(),
+        guard=config.guard.rule(),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ray_ckpt.checkpoint.manifest import list_checkpoints
 from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.tracker.identity import read_identity
+from ray_ckpt.tracker.identity import read_record
 
 INIT_FROM = "--init-from (fingerprint of its content)"
 
@@ -27,7 +27,7 @@ def initial_weights(config: Config) -> str:
             print(
                 f"run {config.run!r} has checkpoints and goes on from them: --init-from is ignored"
             )
-        return str((read_identity(config.run_dir) or {}).get(INIT_FROM, ""))
+        return _recorded(config) or ""
     if not config.init_from:
         return ""
     from ray_ckpt.state.weights import require_safetensors, weights_fingerprint
@@ -44,10 +44,17 @@ def check_unchanged(config: Config) -> None:
     """
     from ray_ckpt.state.weights import weights_fingerprint
 
-    recorded = (read_identity(config.run_dir) or {}).get(INIT_FROM)
+    recorded = _recorded(config)
     now = weights_fingerprint(Path(config.init_from))
     if recorded not in (None, now):
         raise ConfigError(
             f"--init-from {config.init_from}: the run began with weights of fingerprint {recorded!r}, now it is "
             f"{now!r}. Bring the old ones back, or use another --run name."
         )
+
+
+def _recorded(config: Config) -> str | None:
+    """Fingerprint that the run is on record with; None where there is no record of it."""
+    record = read_record(config.run_dir)
+    # Of the whole run, not of a segment: nothing that is declared at a resume changes how it began.
+    return None if record is None else record.fixed.get(INIT_FROM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from ray_ckpt.checkpoint.restore import load, verify_together
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.initial import check_unchanged
+from ray_ckpt.segment import Segment
+from ray_ckpt.skips import Skip
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import TrainState
 from ray_ckpt.state.weights import load_weights
@@ -48,7 +51,7 @@ def resume(
         first_micro_batch: of this rank; names its random numbers when there are none to restore.
 
     Returns:
-        The attempt.
+        The attempt, and the segment that it trains in.
 
     Raises:
         RestoreError: no checkpoint can be used although there are some, or they do not fit the state.
@@ -70,6 +73,15 @@ def resume(
         if config.init_from:
             _load_initial(state, config)
         rng.seed_all(config.seed, 0, first_micro_batch)
+    # First the segment, then the mark that the attempt has begun: what begins knows which samples are next.
+    segment = talk.ask(
+        "segment_at",
+        generation=attempt.generation,
+        step=state.progress.step,
+        samples=state.progress.samples,
+        mark=dict(plan.manifest.segment) if plan else None,
+        source=plan.name if plan else "",
+    )
     talk.ask(
         "restored",
         generation=attempt.generation,
@@ -78,7 +90,17 @@ def resume(
         source=plan.name if plan else "",
         reason=plan.reason if plan else _beginning(config),
     )
-    return attempt
+    return replace(attempt, segment=segment, skips=_skips(attempt, plan, segment))
+
+
+def _skips(attempt: Attempt, plan: RestorePlan | None, segment: Segment) -> tuple[Skip, ...]:
+    """Holes in the order of the segment: those of one before are not its own."""
+    if plan is None:
+        return attempt.skips
+    if segment.number != plan.manifest.segment["number"]:
+        return ()
+    # A journal that was lost takes its holes with it; the checkpoint knows them too.
+    return attempt.skips or plan.manifest.skipped
 
 
 def _beginning(config: Config) -> str:

@@ -26,14 +26,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ray_ckpt.batch import Batch, MicroStep
+from ray_ckpt.checkpoint.memory import check_memory
 from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
+from ray_ckpt.checkpoint.staging import Stager, size_bytes
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import load_data
 from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
@@ -41,17 +44,20 @@ from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.replaced import RecordedFeed
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
-from ray_ckpt.errors import StorageError
+from ray_ckpt.errors import NonfiniteError, RollbackError, StorageError
 from ray_ckpt.facts import check_run, order_of, tracker_options
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
+from ray_ckpt.skips import stretches
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
+from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.client import TrackerClient
 from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.tracker.talk import Talk
+from ray_ckpt.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +100,7 @@ class Session:
         self._transform: Transform | None = None
         self._reducer: Reducer | None = None
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
+        self._prepared_bytes = 0
         self._seen = time.monotonic()
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
@@ -140,7 +147,11 @@ class Session:
             nodes=self._nodes,
             first_micro_batch=self.plan.micro_batches[0],
         )
-        self._state = state
+        self._state, self._segment, self._skips = state, attempt.segment, attempt.skips
+        self.order = order_of(self.index, self.config, self._segment)
+        self._watch = Watch(
+            self.config.guard, rank=self.rank, device=self.device, scaled=state.is_scaled
+        )
         if self.config.exact and state.progress.step:
             self._spread_model().exponent = state.progress.grad_exponent
         self._steward = Steward(
@@ -149,14 +160,17 @@ class Session:
             start_step=state.progress.step,
             total_steps=self.config.steps,
         )
+        self._first_step = state.progress.step + 1
         self._saver = Saver(
             run_dir=self._run_dir,
             generation=attempt.generation,
             group=self._group,
+            stager=Stager(self.config.saving.staging, state.optimizers),
             on_result=self._saved,
+            inspect=self._watch.scan,
             signed=attempt.signed,
         )
-        self._saver.prepare(self._full_state())
+        self._prepare(self._full_state())
         self._seen = time.monotonic()
         return state
 
@@ -173,11 +187,18 @@ class Session:
         Args:
             transform: from Arrow table to Arrow table, applied while reading (Ray Data's ``map_batches``). It
                 must keep the rows, their order and the columns ``row``, ``position`` and ``stream``; it may
-                change tokens, and add columns, which are then in ``micro.source.columns``.
+                change tokens, and add columns, which are then in ``micro.source.columns``. Positions count from the
+                start of the segment (:mod:`ray_ckpt.segment`).
         """
-        start = self._restored().progress.step
+        self._restored()
+        own_step = self._segment.own_step  # an order counts from the start of its segment
+        start, stop = own_step(self.progress.step), own_step(self.config.steps)
         self._transform = transform
-        for micro_batches in self._feed().steps(start, self.config.steps):
+        holes = [replace(skip, from_step=own_step(skip.from_step)) for skip in self._skips]
+        feed = self._feed()
+        for micro_batches in chain.from_iterable(
+            feed.steps(*each) for each in stretches(start, stop, holes)
+        ):
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -195,6 +216,10 @@ class Session:
 
         Returns:
             The global loss and what the ranks agreed on.
+
+        Raises:
+            NonfiniteError: the run is no longer finite, and stops (``--guard.on-nonfinite``).
+            RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
         state, batch = self._restored(), self._batch
         if batch is None:
@@ -218,6 +243,7 @@ class Session:
                 wants_report=self._reporter is not None and self._reporter.waiting,
                 digest=digest_samples(batch.micro_batches),
                 rng_digest=batch.rng_digest,
+                trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
             ),
             self.device,
             self.plan.num_micro_batches,
@@ -230,7 +256,12 @@ class Session:
             grad_exponent=self._spread_model().exponent,
         )
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
+        if step == self._first_step:
+            # Most optimizers make their state in the first step.
+            self._prepare(self._full_state())
         hold_s = self._save() if agreement.save else 0.0
+        if self._watch.must_end(agreement):
+            self._end()
         if agreement.report and self._reporter is not None:
             self._reporter.report()
         self._steward.exchange(flush=agreement.save)
@@ -244,9 +275,12 @@ class Session:
 
         Raises:
             StorageError: the last checkpoint could not be committed.
+            NonfiniteError: the guard refused it, or one before it.
+            RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
         state = self._restored()
         self._saver.wait(self.config.saving.timeout_s)
+        self._check_last_save()
         if state.progress.step < self.config.steps:
             self._steward.exchange(flush=True)
             return
@@ -261,11 +295,46 @@ class Session:
                 )
             self._save()
             self._saver.wait(self.config.saving.timeout_s)
+            self._check_last_save()
         if self._reporter is not None and self._talk.told(self._reporter.waiting):
             self._reporter.report()
         self._steward.exchange(flush=True)
         self._talk.ask("finished", generation=self._steward.generation, step=state.progress.step)
         self._saver.close(self.config.saving.timeout_s)
+
+    # ---- no longer sane -------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Ends the attempt on all ranks, as the tracker says."""
+        # What is in flight may be the checkpoint to go back to.
+        self._saver.wait(self.config.saving.timeout_s)
+        self._steward.exchange(flush=True)
+        step, what = self._steward.trouble or (
+            self.progress.step,
+            self._watch.what(self._steward.last_record),
+        )
+        remedy = self._talk.ask(
+            "trouble",
+            generation=self._steward.generation,
+            step=step,
+            what=what,
+            skips=self._skips,
+        )
+        raise (NonfiniteError if remedy.action == "stop" else RollbackError)(remedy.reason)
+
+    def _check_last_save(self) -> None:
+        """Ends a run whose last save was refused; no later one will make it good."""
+        goes_on = self.config.guard.on_nonfinite == "go-on"
+        if self._talk.told(self._steward.trouble is not None and not goes_on):
+            self._end()
+        step = self.progress.step
+        last = step == self.config.steps
+        if last and self._talk.told(self._steward.refused_step == step):
+            raise NonfiniteError(
+                f"the state of the last step {step} is kept, but not committed ({self._steward.problem}). Start the "
+                "run again: it goes on from the checkpoint before. If the state is good, say so with "
+                "--guard.band-factor 0 or --guard.ignore NAME."
+            )
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -311,6 +380,7 @@ class Session:
             order=self.order,
             run_dir=self._run_dir,
             facts={"rank": self.rank, "generation": self._steward.generation},
+            steps_before=self._segment.start_step,
         )
 
     def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:
@@ -348,6 +418,7 @@ class Session:
             "tokens": agreement.tokens,
             "world_size": self.world_size,
             "generation": self._steward.generation,
+            "segment": self._segment.number,
             "step_time_s": seconds,
             "time": time.time(),
             "save_waits": agreement.save_waits,
@@ -356,10 +427,18 @@ class Session:
     def _full_state(self) -> dict[str, Any]:
         return with_rng(self._restored().state_dict(), self.rank, self.device)
 
+    def _prepare(self, full_state: dict[str, Any]) -> None:
+        """Makes the buffers for saving, if the state is not what they were made for."""
+        needed = size_bytes(full_state)
+        if needed > self._prepared_bytes:
+            check_memory(needed - self._prepared_bytes, self._group)
+            self._saver.prepare(full_state)
+            self._prepared_bytes = needed
+
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
         progress = self.progress
-        self._saving = progress, self._steward.last_record.get("loss", math.nan)
+        self._saving = progress, self._steward.last_record
         hold_s = self._steward.saving(progress.step)
         self._saver.save(progress.step, self._full_state)
         return hold_s
@@ -374,7 +453,7 @@ class Session:
 
     def _saved(self, result: SaveResult) -> None:
         """On rank 0, in the background: asks the tracker to commit what was written."""
-        progress, loss = self._saving
+        progress, record = self._saving
         save: dict[str, Any] = {
             "step": result.step,
             "samples": progress.samples,
@@ -384,9 +463,10 @@ class Session:
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,
-            "metrics": {"loss": loss},
-            "guard": {},
-            "bitwise_comparable": True,
+            "metrics": {"loss": record.get("loss", math.nan)},
+            "guard": self._watch.report(result.guard, record),
+            "bitwise_comparable": self._watch.bitwise_comparable,
+            "skipped": [asdict(skip) for skip in self._skips],
         }
         if self._steward.commit(save) and self._reporter is not None:
             self._reporter.committed(result.step, self._steward.generation, save["metrics"])
@@ -443,7 +523,8 @@ def _attach_alone(config: Config) -> Session:
     if dist.get_rank() == 0:
         facts = check_run(config, {})
         lock = RunLock(config.run_dir)
-        tracker = LocalTracker(TrackerCore(facts, tracker_options(config)), lock)
+        core = TrackerCore(facts, tracker_options(config), aside=Thread("housekeeping"))
+        tracker = LocalTracker(core, lock)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     return Session(config, tracker=tracker, device=device)

@@ -80,11 +80,11 @@ def _save_and_note(tracker: RayTracker, signals: list[int], thread: threading.Th
     try:
         status = tracker.call("status")
         if status["attempt_open"]:
-            before = status["commits"]
+            before = status["saves_settled"]
             tracker.call("request_save", reason=f"the job got {name}", hold_s=SAVE_TIMEOUT_S)
             deadline = time.monotonic() + SAVE_TIMEOUT_S
             while time.monotonic() < deadline and len(signals) == 1 and thread.is_alive():
-                if tracker.call("status")["commits"] > before:
+                if tracker.call("status")["saves_settled"] > before:
                     break
                 time.sleep(_POLL_S)
             tracker.call("interruption", kind="user_stop", cause=f"the job got {name}")

@@ -24,7 +24,7 @@ from ray_ckpt.local_ray import cluster
 from ray_ckpt.tracker.client import RayTracker
 from ray_ckpt.tracker.core import RunFacts
 from ray_ckpt.tracker.lock import RunLock
-from ray_ckpt.view.summary import summary
+from ray_ckpt.view.summary import snapshot_problem, summary
 
 C = TypeVar("C", bound=Config)
 
@@ -106,6 +106,11 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
     handle = start_tracker(facts, tracker_options(config))
     tracker = RayTracker(config.run, handle)
     tracker.call("alive")
+    # Again, now that the lock is ours: a driver that was killed may have deleted a checkpoint since the first look,
+    # and Ray refuses to start on a list that names it.
+    problem = snapshot_problem(config.run_dir)
+    if problem:
+        print(problem, flush=True)
     gpu = elastic.gpu == "yes" or (
         elastic.gpu == "auto" and ray.cluster_resources().get("GPU", 0) >= workers[0]
     )

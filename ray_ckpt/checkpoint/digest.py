@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from ray_ckpt.checkpoint.manifest import Manifest
+from ray_ckpt.checkpoint.mapped import PlainReader
 from ray_ckpt.checkpoint.restore import flatten, read_entries
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import RestoreError
@@ -45,7 +45,7 @@ def checkpoint_digest(folder: Path, manifest: Manifest) -> dict[str, str]:
     faults = verify_files(folder, manifest)
     if faults:
         raise RestoreError(f"{folder}: {faults[0].path}: {faults[0].fault}")
-    reader = FileSystemReader(folder)
+    reader = PlainReader(folder)
     tensors = {
         name: torch.empty(entry.shape, dtype=entry.dtype)
         for name, entry in read_entries(reader, folder, manifest).items()

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, CheckpointEntry, Manifest
+from ray_ckpt.checkpoint.mapped import PlainReader
 from ray_ckpt.checkpoint.restore import read_entries
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import ConfigError, RestoreError, StorageError, WeightsError
@@ -35,7 +36,7 @@ from ray_ckpt.state.codec import decode
 from ray_ckpt.state.parts import TIED, Entry, is_extra
 from ray_ckpt.state.train_state import SCALARS
 from ray_ckpt.state.weights import INDEX_NAME, require_safetensors
-from ray_ckpt.tracker.identity import read_identity
+from ray_ckpt.tracker.identity import read_record
 
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
@@ -98,7 +99,7 @@ def export_weights(
     to = Path(os.path.abspath(to))  # noqa: PTH100 - links are the user's, and stay as they are
     _check_target(to, entry.folder)
     _verify(entry.folder, manifest)
-    reader = FileSystemReader(entry.folder)
+    reader = PlainReader(entry.folder)
     entries = read_entries(reader, entry.folder, manifest)
     documents = _documents(reader, entries, entry.folder)
     chosen, left_out = _choose(entries, documents, what, entry.folder)
@@ -294,7 +295,12 @@ def _config(
     entry: CheckpointEntry, manifest: Manifest, what: str, left_out: Mapping[str, str]
 ) -> dict[str, Any]:
     """The model's options as they were given, and where the weights are from."""
-    options = read_identity(entry.folder.parent.parent) or {}
+    record = read_record(entry.folder.parent.parent)
+    options: dict[str, Any] = {}
+    if record is not None:
+        number = manifest.segment["number"]
+        here = [segment.options for segment in record.segments if segment.number == number]
+        options = {**record.fixed, **(here[0] if here else {})}
     model = {
         name.removeprefix(_MODEL_OPTION).replace("-", "_"): value
         for name, value in options.items()

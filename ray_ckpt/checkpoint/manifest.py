@@ -23,7 +23,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,14 +33,19 @@ from ray_ckpt.checkpoint import signature
 from ray_ckpt.checkpoint.paths import NotPlainFileError, folded, path_fault, read_plain
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE, Keys
 from ray_ckpt.errors import ManifestError, SignatureError, StorageError
+from ray_ckpt.skips import Skip
 
 MANIFEST_NAME = "COMMITTED.json"
 QUARANTINE_NAME = "QUARANTINED.json"
+PINS_NAME = "PINNED.json"
+# What the package itself writes beside the files of a checkpoint: never one of them, never a stray.
+RECORD_NAMES = (MANIFEST_NAME, QUARANTINE_NAME, PINS_NAME)
 CHECKPOINTS_DIR = "checkpoints"
 SCHEMA = 1
 CHECKSUM_ALGORITHM = "xxh3_128"
 NO_MANIFEST = "no manifest"
 _LINKED = "the checkpoint's folder is a link; copy the checkpoint instead"
+GUARD = "guard"
 
 _NAME = re.compile(r"step-([0-9]{8,})-g([0-9]+)")
 _HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -52,6 +57,13 @@ _SEAL_END = b'"\n}\n'
 _READ_PAUSES_S = (0.05, 0.2)  # waits between tries: a flaky read is retried, a broken disk is told
 
 _T = TypeVar("_T")
+
+# Names that differ in case alone are one file on some file systems.
+_FOLDED_RECORDS = frozenset(folded(name) for name in RECORD_NAMES)
+
+# Fields that manifests of this schema have not always had: where one lacks, its default holds.
+_ADDED = frozenset({"segment", "skipped"})
+_FIRST_SEGMENT = {"number": 0, "start_step": 0, "start_offset": 0, "reason": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,7 @@ class FileEntry:
         fault = path_fault(self.path)
         if fault is not None:
             raise ValueError(f"file path {self.path!r} {fault}")
-        if folded(self.path) in (folded(MANIFEST_NAME), folded(QUARANTINE_NAME)):
+        if is_record(self.path):
             raise ValueError(f"file path {self.path!r} is reserved for the checkpoint's own record")
         _require_count("bytes", self.bytes)
         _require_type("checksum", self.checksum, (str,))
@@ -94,6 +106,9 @@ class Manifest:
     `guard` and `versions` hold plain JSON values. Numbers in `metrics` may be NaN or
     infinite (stored as the strings "nan", "inf", "-inf", since JSON has no such numbers): a strange
     loss is worth recording, and refusing the state is the guard's business.
+
+    Every field is required when a manifest is read, but for `segment`, which came later: a checkpoint that
+    says nothing of it was made in the first one.
     """
 
     run: str
@@ -126,6 +141,10 @@ class Manifest:
     """Library versions."""
     bitwise_comparable: bool
     """Whether a resume with the same world size should repeat the same bits."""
+    segment: Mapping[str, Any] = field(default_factory=lambda: dict(_FIRST_SEGMENT))
+    """Segment of the run that it was made in: `number`, `start_step`, `start_offset` (samples), `reason`."""
+    skipped: tuple[Skip, ...] = ()
+    """Global batches that the run left out of its order; none in manifests older than this field."""
     checksum_algorithm: str = CHECKSUM_ALGORITHM
     """Algorithm of the checksums in `files`."""
     schema: int = SCHEMA
@@ -138,6 +157,12 @@ class Manifest:
             _require_type(name, getattr(self, name), (str,))
         for name in ("guard", "metrics", "versions"):
             _require_type(name, getattr(self, name), (Mapping,))
+        _require_type("segment", self.segment, (Mapping,))
+        for name in _FIRST_SEGMENT:
+            if name not in self.segment:
+                raise ValueError(f"segment.{name} is missing")
+            check = _require_count if name != "reason" else _require_word
+            check(f"segment.{name}", self.segment[name])
         _require_type("bitwise_comparable", self.bitwise_comparable, (bool,))
         _require_type("committed_at", self.committed_at, (int, float))
         for name, value in self.metrics.items():
@@ -192,14 +217,18 @@ class Manifest:
             ValueError: a field is missing or has a wrong type or value.
         """
         values = {}
-        for field in fields(cls):
-            if field.name not in document:
-                raise ValueError(f"field {field.name!r} is missing")
-            values[field.name] = document[field.name]
+        for item in fields(cls):
+            if item.name in document:
+                values[item.name] = document[item.name]
+            elif item.name not in _ADDED:
+                raise ValueError(f"field {item.name!r} is missing")
         _require_type("files", values["files"], (list,))
-        values["files"] = tuple(_file_entry(item) for item in values["files"])
+        values["files"] = tuple(_file_entry(entry) for entry in values["files"])
         _require_type("metrics", values["metrics"], (dict,))
         values["metrics"] = {k: _number(k, v) for k, v in values["metrics"].items()}
+        if "skipped" in values:
+            _require_type("skipped", values["skipped"], (list,))
+            values["skipped"] = tuple(_skip(item) for item in values["skipped"])
         return cls(**values)
 
 
@@ -238,6 +267,11 @@ class CheckpointEntry:
     def committed(self) -> bool:
         """A manifest is there, good or damaged: somebody once promised this checkpoint."""
         return self.fault != NO_MANIFEST
+
+
+def is_record(path: str) -> bool:
+    """Whether a path in a checkpoint is, on some file system, that of one of the package's own records."""
+    return folded(path) in _FOLDED_RECORDS
 
 
 def checkpoint_name(step: int, generation: int) -> str:
@@ -288,7 +322,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     if folder.name != manifest.name:
         raise ManifestError(path, f"manifest of {manifest.name} does not belong into {folder.name}")
     data = encode_manifest(manifest.to_json(), keys)
-    present = _read_bytes(path)
+    present = read_bytes(path)
     if present == data:
         return
     if present is not None:
@@ -317,7 +351,7 @@ def read_manifest(folder: Path, *, check_signature: bool = True) -> Manifest:
     path = folder / MANIFEST_NAME
     # Before the file: a key that is of no use is no fault of a manifest.
     keys = signature.active() if check_signature else None
-    data = _read_bytes(path)
+    data = read_bytes(path)
     if data is None:
         raise ManifestError(path, "missing")
     if not data.strip():
@@ -362,7 +396,13 @@ def usable(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
 
 
 def write_quarantine(
-    folder: Path, reason: str, *, time_s: float, findings: list[dict[str, Any]] | None = None
+    folder: Path,
+    reason: str,
+    *,
+    time_s: float,
+    findings: list[dict[str, Any]] | None = None,
+    by: str = "",
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Marks a checkpoint as bad for good; the first reason stays.
 
@@ -371,6 +411,8 @@ def write_quarantine(
         reason: one sentence.
         time_s: now, seconds since the epoch.
         findings: details, such as `[{"path": ..., "fault": ...}]`.
+        by: who found it; `GUARD` for a checkpoint that was therefore never committed.
+        facts: what else the note says.
 
     Raises:
         ManifestError: the folder is a link, and the mark would be somewhere else.
@@ -379,9 +421,11 @@ def write_quarantine(
     path = folder / QUARANTINE_NAME
     if folder.is_symlink():
         raise ManifestError(path, _LINKED)
-    if read_quarantine(folder) is not None:
+    if read_quarantine_note(folder) is not None:
         return
-    note = {"time": time_s, "reason": reason, "findings": findings or []}
+    note = {"time": time_s, "reason": reason, "findings": findings or [], **(facts or {})}
+    if by:
+        note["by"] = by
     write_atomically(path, json.dumps(_without_nonfinite(note), indent=1).encode() + b"\n")
 
 
@@ -391,14 +435,25 @@ def read_quarantine(folder: Path) -> str | None:
     Raises:
         StorageError: storage failed; whether it is quarantined is not known.
     """
+    note = read_quarantine_note(folder)
+    return None if note is None else str(note["reason"])
+
+
+def read_quarantine_note(folder: Path) -> dict[str, Any] | None:
+    """All that a quarantine says, `reason` at least; None when there is none.
+
+    Raises:
+        StorageError: storage failed; whether it is quarantined is not known.
+    """
     try:
-        data = _read_bytes(folder / QUARANTINE_NAME)
+        data = read_bytes(folder / QUARANTINE_NAME)
         if data is None:
             return None
-        return str(json.loads(data)["reason"])
+        note = json.loads(data)
+        return {**note, "reason": str(note["reason"])}
     except (ManifestError, ValueError, KeyError, TypeError):
         # Somebody wanted this checkpoint out of use; a damaged note does not bring it back.
-        return f"{QUARANTINE_NAME} is there but damaged"
+        return {"reason": f"{QUARANTINE_NAME} is there but damaged"}
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -416,8 +471,8 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
         # Without these a power cut may forget the new name, or the folder that holds it.
-        _sync_folder(path.parent)
-        _sync_folder(path.parent.parent)
+        sync_folder(path.parent)
+        sync_folder(path.parent.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -426,7 +481,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         ) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk for good.
+
+    Raises:
+        OSError: the disk refused.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -455,7 +515,13 @@ def _retry(what: str, action: Callable[[], _T]) -> _T | None:
     raise AssertionError("the last try returns or raises")
 
 
-def _read_bytes(path: Path) -> bytes | None:
+def read_bytes(path: Path) -> bytes | None:
+    """Content of a plain file, None when there is none; a flaky read is tried again.
+
+    Raises:
+        ManifestError: it is a link, a pipe or a folder.
+        StorageError: it cannot be read, which does not mean that it is not there.
+    """
     try:
         return _retry(f"cannot read {path}", lambda: read_plain(path))
     except NotPlainFileError as error:
@@ -537,6 +603,12 @@ def _file_entry(item: object) -> FileEntry:
     return FileEntry(item["path"], item["bytes"], item["checksum"], item.get("sha256"))
 
 
+def _skip(item: object) -> Skip:
+    if not isinstance(item, dict) or not {"from_step", "steps"} <= item.keys():
+        raise ValueError("an item of skipped is not {from_step, steps}")
+    return Skip(from_step=item["from_step"], steps=item["steps"])
+
+
 def _number(name: str, value: object) -> float:
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
@@ -561,6 +633,10 @@ def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         expected = " or ".join(kind.__name__ for kind in types)
         raise ValueError(f"{name} is {value!r}, must be {expected}")
+
+
+def _require_word(name: str, value: object) -> None:
+    _require_type(name, value, (str,))
 
 
 def _require_count(name: str, value: object) -> None:

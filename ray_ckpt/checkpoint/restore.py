@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ray_ckpt.checkpoint.manifest import Manifest
+from ray_ckpt.checkpoint.mapped import MappedReader
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.state import rng
@@ -65,7 +66,7 @@ def load(
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     same_world = world_size == manifest.world_size
-    reader = FileSystemReader(folder)
+    reader = MappedReader(folder)
     entries = read_entries(reader, folder, manifest)
     documents, own = _read_documents(reader, entries, rank if same_world else None, group)
     target = state.targets(

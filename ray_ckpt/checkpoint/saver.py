@@ -1,10 +1,9 @@
 """One save: stage, go on training, write in the background, hand the file list to the tracker.
 
-Training stands still for the staging copy alone. Buffers are made once, by :meth:`Saver.prepare`, before
-the first step, and reused (a fresh stager costs several copies each time). The rest happens in one
-background thread per rank, on a gloo group that nothing else uses: DCP plans and writes, then the ranks'
-file lists are gathered on rank 0. A rank that failed still takes part in the gather, so that a full disk
-on one node is a failed save and not a stuck one.
+Training stands still for the staging copy alone, or for what is left of it at the optimizer's next step
+(:mod:`ray_ckpt.checkpoint.staging`). The rest happens in one background thread per rank, on a gloo group that
+nothing else uses: DCP plans and writes, then the ranks' file lists are gathered on rank 0. A rank that failed
+still takes part in the gather, so that a full disk on one node is a failed save and not a stuck one.
 
 There is at most one save in flight; a second would double the staging memory.
 """
@@ -15,16 +14,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ray_ckpt.checkpoint.guard import Scan, report
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, FileEntry, checkpoint_name
+from ray_ckpt.checkpoint.staging import StagedCopy, Stager
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class SaveResult:
         stall_s: longest time a rank stood still, seconds.
         write_s: time from the end of the stall until the last rank's files were on the disk, seconds.
         error: what went wrong on which rank; None when all files are in place.
+        guard: what the guard found in the state (:func:`ray_ckpt.checkpoint.guard.report`).
     """
 
     step: int
@@ -47,6 +49,7 @@ class SaveResult:
     stall_s: float
     write_s: float
     error: str | None
+    guard: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class _Share:
     files: list[FileEntry]
     stall_s: float
     error: str | None
+    scan: Scan | None = None
 
 
 class Saver:
@@ -65,8 +69,10 @@ class Saver:
         run_dir: the run's folder, the same on all ranks.
         generation: of this attempt; part of the checkpoints' names.
         group: gloo process group of all ranks that nothing else uses.
+        stager: makes the copies.
         signed: whether the manifest will be signed, which takes a SHA-256 of every file.
         on_result: called on rank 0, in the background thread, with the outcome of each save.
+        inspect: called on every rank, in the background thread, with the staged copy of its state.
     """
 
     def __init__(
@@ -75,13 +81,15 @@ class Saver:
         run_dir: Path,
         generation: int,
         group: dist.ProcessGroup,
+        stager: Stager,
         on_result: Callable[[SaveResult], None],
+        inspect: Callable[[dict[str, Any]], Scan] | None = None,
         signed: bool = False,
     ) -> None:
-        self._signed = signed
+        self._inspect, self._signed = inspect, signed
         self._run_dir, self._generation, self._group = run_dir, generation, group
         self._on_result = on_result
-        self._stager = DefaultStager(staging_options())
+        self._stager = stager
         self._thread: threading.Thread | None = None
 
     @property
@@ -91,37 +99,32 @@ class Saver:
 
     def prepare(self, state_dict: dict[str, Any]) -> None:
         """Makes the staging buffers, so that the first save costs what the tenth costs."""
-        self._stager.stage(state_dict)
+        self._stager.prepare(state_dict)
 
     def save(self, step: int, state_dict: Callable[[], dict[str, Any]]) -> float:
-        """Begins a save of what ``state_dict()`` gives; returns when the state may change again.
+        """Begins a save of what ``state_dict()`` gives; returns when training may go on.
 
         Every rank calls this at the same step. Nothing that goes wrong here is raised: the outcome is
         told to ``on_result``.
 
         Returns:
-            The stall, seconds.
+            The stall so far, seconds.
         """
         if self.busy:
             raise RuntimeError("a save is in flight; wait() for it first")
         started = time.monotonic()
         folder = self._run_dir / CHECKPOINTS_DIR / checkpoint_name(step, self._generation)
         writer = ChecksumWriter(folder, strong=self._signed)
-        future: Any = None
+        copy: StagedCopy | None = None
         error: str | None = None
         try:
-            future = async_save(
-                state_dict(),
-                storage_writer=writer,
-                async_stager=self._stager,
-                process_group=self._group,
-            )
+            copy = self._stager.begin(state_dict())
         except Exception as caught:  # noqa: BLE001 - a failed save never stops training
             error = _describe(caught)
         stall_s = time.monotonic() - started
         self._thread = threading.Thread(
             target=self._finish,
-            args=(step, writer, future, stall_s, error),
+            args=(step, writer, copy, stall_s, error),
             name=f"save-{step}",
             daemon=True,  # a peer that died must not keep this process from ending
         )
@@ -141,20 +144,40 @@ class Saver:
             self._stager.close()
         return done
 
+    def _look(self, state: dict[str, Any]) -> tuple[Scan | None, str | None]:
+        """What the guard sees in the staged copy; or why it could not look, and then nothing is committed."""
+        if self._inspect is None:
+            return None, None
+        try:
+            return self._inspect(state), None
+        except Exception as caught:  # noqa: BLE001 - a failed save never stops training
+            return None, f"the guard could not look at the state ({_describe(caught)})"
+
     def _finish(
-        self, step: int, writer: ChecksumWriter, future: Any, stall_s: float, error: str | None
+        self,
+        step: int,
+        writer: ChecksumWriter,
+        copy: StagedCopy | None,
+        stall_s: float,
+        error: str | None,
     ) -> None:
         started = time.monotonic()
-        if error is None:
+        state: dict[str, Any] = {}
+        scan: Scan | None = None
+        if copy is not None:
             try:
-                future.result()
-            # DCP's own exception is not an Exception, and would end the thread without a trace.
-            except (Exception, CheckpointException) as caught:  # noqa: BLE001
-                error = _describe(writer.problem or caught)
-        share = _Share(writer.entries, stall_s, error)
+                state = copy.finish()
+            except Exception as caught:  # noqa: BLE001 - a failed save never stops training
+                error = _describe(caught)
         rank = dist.get_rank(self._group)
         shares: list[Any] | None = [None] * dist.get_world_size(self._group) if rank == 0 else None
         try:
+            # DCP writes together or not at all: without this the others would wait for a rank without a copy.
+            if self._all(error is None):
+                error = self._write(state, writer)
+                scan, problem = self._look(state)
+                error = error or problem
+            share = _Share(writer.entries, stall_s + (copy.waited_s if copy else 0.0), error, scan)
             dist.gather_object(share, shares, group=self._group, group_dst=0)
         except RuntimeError as caught:
             # A peer died: the attempt is ending, and nothing was committed.
@@ -162,6 +185,20 @@ class Saver:
             return
         if shares is not None:
             self._on_result(_merge(step, shares, time.monotonic() - started))
+
+    def _all(self, good: bool) -> bool:
+        flag = torch.tensor(good, dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
+
+    def _write(self, state: dict[str, Any], writer: ChecksumWriter) -> str | None:
+        """Writes this rank's part; what went wrong."""
+        try:
+            dcp_save(state, storage_writer=writer, process_group=self._group)
+        # DCP's own exception is not an Exception, and would end the thread without a trace.
+        except (Exception, CheckpointException) as caught:  # noqa: BLE001
+            return _describe(writer.problem or caught)
+        return None
 
 
 def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
@@ -174,6 +211,7 @@ def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
         stall_s=max(share.stall_s for share in shares),
         write_s=write_s,
         error="; ".join(errors[:3]) or None,
+        guard=report([share.scan for share in shares if share.scan is not None]),
     )
 
 
@@ -184,16 +222,3 @@ def _describe(error: BaseException) -> str:
         return f"on rank {rank}, {_describe(error.failures[rank][0])}"
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}"
-
-
-def staging_options() -> StagingOptions:
-    """Blocking staging into reused buffers; pinned where there is a GPU."""
-    import torch
-
-    gpu = torch.cuda.is_available()
-    return StagingOptions(
-        use_pinned_memory=gpu,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=gpu,
-    )

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from ray_ckpt.checkpoint.manifest import MANIFEST_NAME, QUARANTINE_NAME, FileEntry, Manifest
+from ray_ckpt.checkpoint.manifest import RECORD_NAMES, FileEntry, Manifest
 from ray_ckpt.checkpoint.paths import NotPlainFileError, behind_link, open_plain
 
 _CHUNK_BYTES = 4 << 20  # large enough for full disk speed, small beside a training process
@@ -131,7 +131,7 @@ def _strangers(folder: Path, known: set[str]) -> Iterator[Fault]:
         for name in names + links:
             path = (Path(place) / name).relative_to(folder).as_posix()
             # Files that start with a dot are a writer's temporaries, unless they were committed.
-            if path in known or path in (MANIFEST_NAME, QUARANTINE_NAME) or name.startswith("."):
+            if path in known or path in RECORD_NAMES or name.startswith("."):
                 continue
             yield Fault(path, "not in the manifest")
     for error in errors:

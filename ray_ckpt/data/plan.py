@@ -17,7 +17,7 @@ class BatchPlan:
     """The share of one rank.
 
     Attributes:
-        global_batch: samples per optimizer step, constant for the life of a run.
+        global_batch: samples per optimizer step, constant within a segment of a run.
         micro_batch: samples per forward and backward pass.
         world_size: number of workers now.
         rank: this worker, 0 to ``world_size - 1``.

@@ -38,6 +38,7 @@ class RecordedFeed:
         order: its global order.
         run_dir: where the record goes.
         facts: what else a line says, such as the rank.
+        steps_before: steps of the run before the first of the order: lines have the run's steps.
     """
 
     feed: Feed
@@ -45,6 +46,7 @@ class RecordedFeed:
     order: Order
     run_dir: Path
     facts: Mapping[str, Any]
+    steps_before: int = 0
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MicroBatch]]:
         """See :meth:`Feed.steps`."""
@@ -52,7 +54,7 @@ class RecordedFeed:
         for step, batch in enumerate(self.feed.steps(start_step, stop_step), start_step):
             for met in sorted(set(self._damaged(batch)) - known):
                 known.add(met)
-                self._write(step, *met)
+                self._write(self.steps_before + step, *met)
             yield batch
 
     def _damaged(self, batch: Sequence[MicroBatch]) -> Iterator[tuple[int, int, int]]:

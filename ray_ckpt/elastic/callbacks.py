@@ -125,11 +125,11 @@ class ControllerDecisions(ControllerCallback):
         self._group.forget()
 
     def _save_first(self, tracker: RayTracker, workers: int) -> None:
-        before = tracker.call("status")["commits"]
+        before = tracker.call("status")["saves_settled"]
         tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
         deadline = time.monotonic() + self._save_timeout_s
         while time.monotonic() < deadline:
-            if tracker.call("status")["commits"] > before:
+            if tracker.call("status")["saves_settled"] > before:
                 return
             time.sleep(0.05)
         logger.warning(

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from ray_ckpt.errors import RayCkptError, StaleGenerationError
+from ray_ckpt.errors import RayCkptError, RollbackError, StaleGenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,9 @@ def is_echo(error: BaseException) -> bool:
 
 
 def _is_ours(error: BaseException) -> bool:
-    return isinstance(error, RayCkptError) and not isinstance(error, StaleGenerationError)
+    return isinstance(error, RayCkptError) and not isinstance(
+        error, StaleGenerationError | RollbackError
+    )
 
 
 def _root(error: BaseException) -> BaseException:

@@ -37,6 +37,7 @@ class Vote:
         wants_report: whether a commit waits to be told to Ray Train; rank 0 alone says so.
         digest: sum of its micro-batches' sample digests, modulo 2^64.
         rng_digest: sum of the digests of its random generator after each micro-batch, modulo 2^64.
+        trouble: whether it knows that the run is no longer finite.
     """
 
     loss: int
@@ -47,6 +48,7 @@ class Vote:
     wants_report: bool
     digest: int
     rng_digest: int
+    trouble: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,7 @@ class Agreement:
         report: tell Ray Train of the last commit now.
         digest: digest of the global batch's samples in order, 16 hex digits.
         rng_digest: digest of the random generators after each micro-batch, 16 hex digits.
+        trouble: some rank knows that the run is no longer finite.
     """
 
     loss: float
@@ -70,6 +73,7 @@ class Agreement:
     report: bool
     digest: str
     rng_digest: str
+    trouble: bool = False
 
 
 def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement:
@@ -80,14 +84,21 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         device: that the process group reduces on.
         num_micro_batches: V, of the global batch.
     """
-    small = [vote.bad_losses, vote.tokens, vote.busy, vote.wants_save, vote.wants_report]
+    small = [
+        vote.bad_losses,
+        vote.tokens,
+        vote.busy,
+        vote.wants_save,
+        vote.wants_report,
+        vote.trouble,
+    ]
     wide = [vote.loss & _MASK, vote.digest, vote.rng_digest]
     limbs = [(number >> (16 * i)) & 0xFFFF for number in wide for i in range(_LIMBS)]
     tensor = torch.tensor(
         [*map(float, small), *map(float, limbs)], dtype=torch.float64, device=device
     )
     dist.all_reduce(tensor)
-    bad, tokens, busy, save, report, *sums = map(int, tensor.tolist())
+    bad, tokens, busy, save, report, trouble, *sums = map(int, tensor.tolist())
     pieces = [sums[i : i + _LIMBS] for i in range(0, len(sums), _LIMBS)]
     loss, digest, rng_digest = (sum(x << (16 * i) for i, x in enumerate(p)) & _MASK for p in pieces)
     signed = loss - (1 << 64) if loss >> 63 else loss
@@ -99,6 +110,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         report=report > 0,
         digest=f"{digest:016x}",
         rng_digest=f"{rng_digest:016x}",
+        trouble=trouble > 0,
     )
 
 

@@ -43,7 +43,7 @@ class OptimizerPart:
     """
 
     def __init__(self, model: ModulePart, optimizers: tuple[Optimizer, ...]) -> None:
-        self._model, self._optimizers = model, optimizers
+        self._model, self.optimizers = model, optimizers
         seen: set[str] = set()
         for optimizer in optimizers:
             own = set(self._names(optimizer))
@@ -60,7 +60,7 @@ class OptimizerPart:
         So the buffers for staging are made before the first step too, and the first save costs what the tenth
         costs. Other optimizers make theirs in the first step, as ever.
         """
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             if type(optimizer) not in _EAGER:
                 continue
             without = [p for p in _parameters(optimizer) if p.requires_grad and p.grad is None]
@@ -77,7 +77,7 @@ class OptimizerPart:
         state: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         extra: list[dict[str, Any]] = []
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             names, saved = self._names(optimizer), optimizer.state_dict()
             by_index = saved["state"]
             state |= {name: by_index[i] for i, name in enumerate(names) if by_index.get(i)}
@@ -93,7 +93,7 @@ class OptimizerPart:
         State of parameters that are not here is left out.
         """
         found: Tensors = {}
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             names = self._names(optimizer)
             for name, parameter in zip(names, _parameters(optimizer), strict=True):
                 prefix = f"state.{name}"
@@ -115,12 +115,12 @@ class OptimizerPart:
 
     def load(self, document: Any, tensors: Tensors) -> None:
         """Puts a state back. Parameters without saved state have none, as before their first step."""
-        names = [self._names(optimizer) for optimizer in self._optimizers]
+        names = [self._names(optimizer) for optimizer in self.optimizers]
         ours = {name for each in names for name in each}
         known = {name: each for name, each in document["state"].items() if name in ours}
         saved = unpack({**document, "state": known}, finder(tensors, "optimizer"))
         groups, extra = iter(saved["groups"]), iter(saved["extra"])
-        for optimizer, own in zip(self._optimizers, names, strict=True):
+        for optimizer, own in zip(self.optimizers, names, strict=True):
             state = {i: saved["state"][name] for i, name in enumerate(own) if name in known}
             param_groups = [
                 {**group, **next(groups), "params": group["params"]}
@@ -138,7 +138,7 @@ class OptimizerPart:
         here: set[str] = set()
         there = {f"optimizer.groups.{i}" for i in range(len(document["groups"]))}
         number = 0
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             names = iter(self._names(optimizer))
             for group in optimizer.param_groups:
                 prefix, number = f"optimizer.groups.{number}", number + 1
@@ -157,7 +157,7 @@ class OptimizerPart:
 
     def strangers(self, document: Any) -> set[str]:
         """Saved tensors of parameters that are not here; :meth:`compare` says it of the parameters."""
-        ours = {name for optimizer in self._optimizers for name in self._names(optimizer)}
+        ours = {name for optimizer in self.optimizers for name in self._names(optimizer)}
         return {
             path
             for name, each in document["state"].items()

@@ -126,6 +126,11 @@ class TrainState:
         """The averaged weights, as they were given."""
         return self._parts.get("ema")
 
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers, also when there is one."""
+        return self._optimizer.optimizers
+
     def register(
         self, name: str, item: torch.nn.Module | HasState, *, per_rank: bool = False
     ) -> None:
@@ -154,6 +159,11 @@ class TrainState:
             )
         self._parts[name] = item
         (self._own_table if per_rank else self._table)[name] = make_part(name, item)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether there is a gradient scaler."""
+        return "scaler" in self._parts
 
     def state_dict(self) -> dict[str, Any]:
         """The state as nested dictionaries of tensors; model tensors are references, not copies.

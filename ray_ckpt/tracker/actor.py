@@ -17,10 +17,11 @@ from ray_ckpt.checkpoint.manifest import checkpoint_name
 from ray_ckpt.checkpoint.signature import Keys, active, install
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.ray_private import session_logs_dir
+from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.client import NAMESPACE, actor_name
 from ray_ckpt.tracker.core import Directive, RunFacts, TrackerCore, TrackerOptions
 from ray_ckpt.tracker.lock import RunLock
-from ray_ckpt.view.commits import second_look
+from ray_ckpt.view.commits import read_elsewhere, second_look
 from ray_ckpt.view.logtable import LogTable
 from ray_ckpt.view.metrics import Metrics
 from ray_ckpt.view.story import tell
@@ -37,7 +38,13 @@ class TrackerActor(TrackerCore):
         self._lock = RunLock(Path(facts.run_dir))
         self._table = LogTable(session_logs_dir(), facts.run)
         self._metrics = Metrics(facts.run)
-        super().__init__(facts, options, on_event=self._show)
+        super().__init__(
+            facts,
+            options,
+            on_event=self._show,
+            aside=Thread("housekeeping"),
+            read=read_elsewhere,
+        )
         threading.Thread(target=self._tick, name="metrics", daemon=True).start()
 
     def steps(self, generation: int, records: list[dict[str, Any]]) -> Directive:

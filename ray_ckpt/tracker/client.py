@@ -6,6 +6,7 @@ programs and tests that run without Ray.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
 import ray
@@ -50,9 +51,11 @@ class LocalTracker:
 
     def __init__(self, core: TrackerCore, lock: RunLock | None = None) -> None:
         self.core, self._lock = core, lock
+        self._turn = threading.Lock()  # a save commits from a thread of its own
 
     def call(self, method: str, **kwargs: Any) -> Any:
-        return getattr(self.core, method)(**kwargs)
+        with self._turn:
+            return getattr(self.core, method)(**kwargs)
 
     def post(self, method: str, **kwargs: Any) -> Any:
         return self.call(method, **kwargs)

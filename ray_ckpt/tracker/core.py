@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint import signature
+from ray_ckpt.checkpoint.guard import is_nonfinite, judge
 from ray_ckpt.checkpoint.manifest import (
     CHECKPOINTS_DIR,
+    GUARD,
     CheckpointEntry,
     Manifest,
     checkpoint_name,
@@ -31,8 +33,20 @@ from ray_ckpt.checkpoint.manifest import (
     write_manifest,
     write_quarantine,
 )
+from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault
-from ray_ckpt.errors import ManifestError, RestoreError, StaleGenerationError, StorageError
+from ray_ckpt.errors import (
+    ConfigError,
+    ManifestError,
+    RestoreError,
+    StaleGenerationError,
+    StorageError,
+    UnsaneStateError,
+)
+from ray_ckpt.segment import Segment
+from ray_ckpt.skips import Skip, skip_past
+from ray_ckpt.tiers.housekeeping import ReadBack, read_back
+from ray_ckpt.tracker.aside import Aside
 from ray_ckpt.tracker.journal import (
     JOURNAL_NAME,
     STEPS_NAME,
@@ -42,6 +56,7 @@ from ray_ckpt.tracker.journal import (
     newest_lines,
     read_lines,
 )
+from ray_ckpt.tracker.keeper import Keeper
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.pace import RECENT_STEPS, Pace
 from ray_ckpt.tracker.records import (
@@ -52,10 +67,12 @@ from ray_ckpt.tracker.records import (
     TrackerOptions,
     Verdict,
 )
+from ray_ckpt.tracker.refused import refuse, set_aside
+from ray_ckpt.tracker.rollback import LEFT, Remedy, choose, gives_up, left, remedy
+from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.shelf import (
     discard,
     incomplete,
-    key_problem,
     manifest_in,
     new_manifest,
     restore_plan,
@@ -74,6 +91,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Nobody trains any more when a run has finished: its last housekeeping may take this long, seconds.
+SETTLE_S = 30.0
+
 
 class TrackerCore:
     """State and decisions of one run.
@@ -83,6 +103,8 @@ class TrackerCore:
         options: how to decide.
         clock: seconds since the epoch.
         on_event: told every event after it is in the journal.
+        aside: where housekeeping runs; by default where it is asked for.
+        read: how a checkpoint is read back before older ones are deleted.
     """
 
     def __init__(
@@ -92,6 +114,8 @@ class TrackerCore:
         *,
         clock: Callable[[], float] = time.time,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+        aside: Aside | None = None,
+        read: ReadBack = read_back,
     ) -> None:
         self._facts, self._options = facts, options
         self._clock, self._on_event = clock, on_event
@@ -107,8 +131,19 @@ class TrackerCore:
         if self.memory.attempt_open and self._last_generation == self.memory.generation:
             self._last_step = max(self._last_step, int(recent[-1]["step"]))
         self._last_record: dict[str, Any] = {}
+        self._segments = SegmentBook(facts)
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
+        self._keeper = Keeper(
+            run_dir=self._dir,
+            rules=options.retention,
+            memory=self.memory,
+            record=self._record,
+            quarantine=self._quarantine,
+            clock=clock,
+            aside=aside,
+            read=read,
+        )
 
     # ---- attempts -------------------------------------------------------------------------------
 
@@ -124,6 +159,7 @@ class TrackerCore:
             # Nobody said how the last one ended: its driver died, or its whole cluster.
             self.interruption(kind="lost", cause="the job ended without a word")
         self._unreadable.clear()
+        self._keeper.cancel()
         # Before the attempt is on record: a run without a usable checkpoint must not start from zero.
         entry = self._newest_usable()
         generation = 1 + self._highest_generation()
@@ -136,12 +172,14 @@ class TrackerCore:
             host=platform.node(),
             must=True,  # a generation that is not on record could be given out twice
         )
+        self._keeper.begin()
         self._pace.begin_attempt()
         self._decide()
         return Attempt(
             generation=generation,
             plan=self._plan(entry),
             directive=self._directive(),
+            skips=self.memory.skips,
             signed=signature.active() is not None,
         )
 
@@ -162,6 +200,7 @@ class TrackerCore:
             verified=source or None,  # every byte was read and compared on the way in
             lost_steps_more=lost_steps_more,
         )
+        self._keeper.restoring("")
         self._last_step = step
 
     def reject(self, generation: int, name: str, faults: list[Fault]) -> RestorePlan | None:
@@ -183,6 +222,49 @@ class TrackerCore:
             self._quarantine(name, reason, findings)
         return self._plan(self._newest_usable())
 
+    def segment_at(
+        self,
+        generation: int,
+        step: int,
+        samples: int,
+        mark: dict[str, Any] | None,
+        source: str,
+    ) -> Segment:
+        """The segment that an attempt trains in; where one starts, that is put on record first.
+
+        Args:
+            generation: of the attempt.
+            step: where it begins.
+            samples: its sample offset.
+            mark: the segment in the manifest of the checkpoint it restored, None for no checkpoint.
+            source: the checkpoint's name, empty for none.
+
+        Raises:
+            ConfigError: a change of options that nobody declared.
+            RestoreError: a checkpoint that contradicts the run's record.
+            StorageError: the start of a segment cannot be put on record.
+        """
+        self._check(generation)
+        placement = self._segments.place(step, samples, mark, source)
+        segment = placement.segment
+        if placement.cause:
+            # The journal first: without the line in run.json the next attempt does both again.
+            self._record(
+                "segment",
+                number=segment.number,
+                step=segment.start_step,
+                sample_offset=segment.start_offset,
+                reason=segment.reason,
+                cause=placement.cause,
+                source=source,
+                changed={
+                    k: {"old": old, "new": new} for k, (old, new) in placement.changed.items()
+                },
+                must=True,
+            )
+            self._segments.keep(placement)
+        return segment
+
     def interruption(self, kind: str, cause: str, *, group: str = "", **more: Any) -> Verdict:
         """Notes that the attempt ended, or that a worker group ended before its attempt began.
 
@@ -196,6 +278,10 @@ class TrackerCore:
         Returns:
             Whether the run goes on.
         """
+        trouble = self.memory.trouble
+        if trouble is not None and kind in ("worker_error", "lost"):
+            # The attempt ended because it said so before.
+            kind, cause = "nonfinite", str(trouble["reason"])
         if not group or group != self.memory.last_group:
             step, kept = self._last_step, self._kept_step()
             lost_steps = max(0, step - kept)
@@ -211,6 +297,8 @@ class TrackerCore:
             )
             self._last_step = step - lost_steps
             self._decide()
+        if trouble is not None and trouble["action"] == "stop":
+            return Verdict(go_on=False, reason=str(trouble["reason"]))
         fruitless = self.memory.fruitless
         if fruitless >= self._options.max_fruitless:
             return Verdict(
@@ -225,6 +313,7 @@ class TrackerCore:
         self._check(generation)
         self._record("finished", step=step, exposure_s=self.memory.exposure_s)
         self._last_step = step
+        self._keeper.settle(SETTLE_S)
 
     # ---- steps and saves ------------------------------------------------------------------------
 
@@ -241,6 +330,7 @@ class TrackerCore:
             self._last_record = record
         if self._pace.steps([float(record["step_time_s"]) for record in records]):
             self._decide()
+        self._keeper.advance()
         return self._directive()
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
@@ -260,13 +350,20 @@ class TrackerCore:
         self._check(generation)
         step = int(save["step"])
         folder = self._dir / CHECKPOINTS_DIR / checkpoint_name(step, generation)
-        manifest, problem = self._place(folder, generation, save)
-        if manifest is None:
+        try:
+            manifest, problem = self._place(folder, generation, save)
+        except UnsaneStateError as error:
+            self._set_aside(folder, save, error)
+            return False
+        if manifest is None and problem:
             self._record("save_failed", step=step, name=folder.name, error=problem)
             discard(folder)
+            self._keeper.after_save()  # what may go may be what fills the disk
             return False
-        if folder.name in self.memory.committed:
+        if manifest is None or folder.name in self.memory.committed:
             return True  # the same call again: the answer to the first was lost
+        # Before the commit is on record: a tracker that dies in between is asked again, and pins again.
+        self._pin_first_of_segment(folder.name)
         self._record(
             "commit",
             step=step,
@@ -278,29 +375,120 @@ class TrackerCore:
             stall_s=float(save["stall_s"]),
             upload_s=float(save["upload_s"]),
             exposure_s=self.memory.exposure_s,
+            param_norm=manifest.guard.get("param_norm"),
+            guard_s=manifest.guard.get("seconds"),
         )
         self._decide()
+        self._keeper.after_save()
         return True
+
+    def _pin_first_of_segment(self, name: str) -> None:
+        """Keeps the first checkpoint of a segment: the way back to what the segment began as."""
+        segment = self._segments.newest
+        if not segment.number or self.memory.first_of_segment not in ("", name):
+            return
+        self._pin(name, f"first checkpoint of segment {segment.number} ({segment.reason})")
 
     def _place(
         self, folder: Path, generation: int, save: dict[str, Any]
     ) -> tuple[Manifest | None, str]:
-        """The manifest of a checkpoint, put in place if it is not there yet; or None and why not."""
+        """The manifest of a checkpoint, put in place if it is not there yet; or None and why not.
+
+        None without a reason: it was committed before, and is deleted since.
+        """
         try:
             # First of all: a commit that is in place is never undone, whatever a late or repeated call says.
             manifest = manifest_in(folder)
             if manifest is not None:
                 return manifest, ""
+            if folder.name in self.memory.committed:
+                return None, ""  # its files are going, or gone
             problem = save["error"] or incomplete(folder, save["files"])
             if problem:
                 return None, str(problem)
-            manifest = new_manifest(self._facts, generation, save, committed_at=self._clock())
+            found, rule = save["guard"], self._options.guard
+            refuse(judge(found, [norm for _, norm in self.memory.norms], rule), found)
+            manifest = new_manifest(
+                self._facts,
+                generation,
+                save,
+                committed_at=self._clock(),
+                segment=self._segments.newest,
+            )
             write_manifest(folder, manifest)
             return manifest, ""
         except (ManifestError, StorageError, OSError, ValueError) as error:
             return None, str(error)
         except (TypeError, LookupError) as error:
             return None, f"the report of the save cannot be understood ({error!r})"
+
+    def _set_aside(self, folder: Path, save: dict[str, Any], error: UnsaneStateError) -> None:
+        if folder.name in self.memory.refusals:
+            return  # the same call again
+        found = save["guard"]
+        facts = {
+            "step": int(save["step"]),
+            "samples": save["samples"],
+            "loss": save["metrics"].get("loss"),
+            "param_norm": found.get("param_norm"),
+        }
+        set_aside(folder, error, facts, time_s=self._clock())
+        self._record(
+            "quarantine",
+            name=folder.name,
+            by=GUARD,
+            reason=error.reason,
+            findings=error.findings,
+            guard_s=found.get("seconds"),
+            **facts,
+        )
+        self._keeper.after_save()  # of these too only a few are kept
+
+    def refusal(self, generation: int, step: int) -> dict[str, Any] | None:
+        """Why the guard refused a save of the present attempt: ``reason`` and ``nonfinite``; None if it did not."""
+        self._check(generation)
+        event = self.memory.refusals.get(checkpoint_name(step, generation))
+        if event is None:
+            return None
+        return {"reason": event["reason"], "nonfinite": is_nonfinite(event["findings"])}
+
+    def trouble(self, generation: int, step: int, what: str, skips: tuple[Skip, ...]) -> Remedy:
+        """Decides what a run does that is no longer finite; the attempt ends after it.
+
+        Args:
+            generation: of the attempt.
+            step: first step that is known not to be finite.
+            what: was not finite, in words.
+            skips: holes in the order of the attempt.
+        """
+        self._check(generation)
+        memory, rule = self.memory, self._options.guard
+        if memory.trouble is None:
+            further_back = 0 if gives_up(rule, memory.rollbacks) else memory.rollbacks
+            entry = choose(self._on_course(), step, further_back)
+            to_step = entry.step if entry else 0
+            found = remedy(rule, step=step, what=what, rollbacks=memory.rollbacks, to_step=to_step)
+            skipping = found.action == "rollback-and-skip"
+            after = skip_past(skips, to_step, step) if skipping else skips
+            if entry and found.action != "stop":
+                self._pin(entry.folder.name, f"the run went back to it from step {step}")
+            self._record(
+                "trouble",
+                step=step,
+                what=what,
+                to=entry.folder.name if entry else "",
+                to_step=to_step,
+                skips=[asdict(skip) for skip in after],
+                must=True,  # the next attempt goes by it
+                **asdict(found),
+            )
+        event = memory.trouble or {}
+        return Remedy(action=event["action"], reason=event["reason"])
+
+    def _on_course(self) -> list[CheckpointEntry]:
+        """Usable checkpoints of the course that the run is on, newest first."""
+        entries = usable(list_checkpoints(self._dir))
+        return [entry for entry in entries if not left(entry, self.memory.left)]
 
     def request_save(self, reason: str, hold_s: float = 0.0) -> int:
         """Asks the workers for a save at their next step; returns the number of the request.
@@ -314,6 +502,38 @@ class TrackerCore:
         self._record("save_requested", reason=reason, number=number, hold_s=hold_s)
         return number
 
+    # ---- keeping --------------------------------------------------------------------------------
+
+    def pin(self, name: str, reason: str, author: str = "ray_ckpt") -> None:
+        """Keeps a checkpoint whatever the rules of retention say; the same pin again changes nothing.
+
+        Args:
+            name: folder of the checkpoint.
+            reason: one sentence.
+            author: who wants it kept.
+
+        Raises:
+            ConfigError: there is no such checkpoint (any more), or no reason.
+            StorageError: the disk refused.
+        """
+        self._keeper.pin(name, reason, author)
+
+    def unpin(self, name: str, reason: str | None = None) -> None:
+        """Takes the pins of one reason away, or all.
+
+        Raises:
+            ConfigError: there is no pin with this reason.
+            StorageError: the disk refused.
+        """
+        self._keeper.unpin(name, reason)
+
+    def _pin(self, name: str, reason: str) -> None:
+        try:
+            self.pin(name, reason)
+        except (ConfigError, StorageError):
+            # What cannot be pinned is still a checkpoint, and training goes on.
+            logger.exception("%s could not be pinned", name)
+
     # ---- looking --------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
@@ -323,12 +543,15 @@ class TrackerCore:
             "run": self._facts.run,
             "attempt_open": memory.attempt_open,
             "generation": memory.generation,
+            "segment": self._segments.newest.number,
             "world_size": memory.world_size,
             "step": self._last_step,
             "last": self._last_record,
             "step_time_s": self._pace.step_time_s,
             "commits": memory.commits,
             "failed_saves": memory.failed_saves,
+            "refused": memory.refused,
+            "saves_settled": memory.commits + memory.refused,
             "last_commit_step": memory.last_commit_step,
             "last_commit_time": memory.last_commit_time,
             "interruptions": dict(memory.interruptions),
@@ -359,7 +582,7 @@ class TrackerCore:
     def _kept_step(self) -> int:
         """Where a new attempt would begin."""
         try:
-            entry = next(iter(usable(list_checkpoints(self._dir))), None)
+            entry = next(iter(self._on_course()), None)
         except StorageError:
             logger.exception("what is kept cannot be told now; the next restore will tell")
             return self._last_step
@@ -409,10 +632,14 @@ class TrackerCore:
             if damaged and entry.quarantined is None:
                 # Somebody once promised this checkpoint; that it cannot be used must be seen.
                 self._quarantine(entry.folder.name, f"manifest: {entry.fault}", [])
-        good = [entry for entry in usable(entries) if entry.folder.name not in self._unreadable]
+        good = [
+            entry
+            for entry in usable(entries)
+            if entry.folder.name not in self._unreadable and not left(entry, self.memory.left)
+        ]
         # The journal counts too: manifests that are all gone do not make a new run.
         if not good and (self.memory.commits or any(entry.committed for entry in entries)):
-            reasons = [f"{e.folder.name}: {why_not(e, self._unreadable)}" for e in entries[:3]]
+            reasons = [f"{e.folder.name}: {why_not(e, self._passed(entries))}" for e in entries[:3]]
             raise RestoreError(
                 f"run {self._facts.run!r} has committed checkpoints, and none below "
                 f"{self._dir / CHECKPOINTS_DIR} can be used ({'; '.join(reasons) or 'the folder is empty'}). "
@@ -422,6 +649,7 @@ class TrackerCore:
         return good[0] if good else None
 
     def _quarantine(self, name: str, reason: str, findings: list[dict[str, Any]]) -> None:
+        self._keeper.cancel()  # what it was about to delete may be needed now
         folder = self._dir / CHECKPOINTS_DIR / name
         write_quarantine(folder, reason, time_s=self._clock(), findings=findings)
         self._record("quarantine", name=name, reason=reason, faults=findings)
@@ -429,7 +657,14 @@ class TrackerCore:
     def _plan(self, entry: CheckpointEntry | None) -> RestorePlan | None:
         if entry is None:
             return None
-        return restore_plan(entry, list_checkpoints(self._dir), self._unreadable)
+        self._keeper.restoring(entry.folder.name)
+        entries = list_checkpoints(self._dir)
+        return restore_plan(entry, entries, self._passed(entries))
+
+    def _passed(self, entries: list[CheckpointEntry]) -> dict[str, str]:
+        """Usable checkpoints that are passed over just now, and why."""
+        others = {entry.folder.name: LEFT for entry in entries if left(entry, self.memory.left)}
+        return {**others, **self._unreadable}
 
     def _decide(self) -> None:
         decision = self._pace.decide(self.memory)

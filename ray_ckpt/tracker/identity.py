@@ -1,13 +1,16 @@
-"""What must not change while a run lives: the options and the data that decide its course.
+"""What decides the course of a run, and what of it may change while the run lives.
 
 Kept in ``<run>/run.json`` from the first start. A resume with another value is refused by the name of the
-option: the run would go on, on other data or in another order, and nobody would know.
+option: the run would go on, on other data or in another order, and nobody would know. Some options may be
+changed by saying so (``--change-at-resume``): they belong to a segment of the run, and ``run.json`` has the list of
+its segments (:mod:`ray_ckpt.segment`). The tracker adds to it, when it is known where a segment starts.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,33 @@ import xxhash
 
 from ray_ckpt.checkpoint.manifest import write_atomically
 from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.segment import OPTIONS, Segment, differences
 
 IDENTITY_NAME = "run.json"
-SCHEMA = 1
+SCHEMA = 2
+
+_OFFER = '--change-at-resume "reason"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What ``run.json`` says.
+
+    Attributes:
+        fixed: option (as it is written on the command line) to value, for those that never change.
+        segments: oldest first; at least one.
+    """
+
+    fixed: Mapping[str, Any]
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any]) -> RunRecord:
+        """The record of a run that begins with these options."""
+        plain = json.loads(json.dumps(dict(identity)))
+        fixed = {name: value for name, value in plain.items() if name not in OPTIONS}
+        options = {name: value for name, value in plain.items() if name in OPTIONS}
+        return cls(fixed=fixed, segments=(Segment(options=options),))
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
@@ -25,46 +52,77 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return str(xxhash.xxh3_128(json.dumps(identity, sort_keys=True).encode()).hexdigest())
 
 
-def check_identity(run_dir: Path, identity: Mapping[str, Any]) -> None:
-    """Compares with what the run began with; the first start writes it down.
+def check_identity(run_dir: Path, identity: Mapping[str, Any], change: str = "") -> str:
+    """Compares with what the run is; the first start writes it down.
 
     Args:
         run_dir: the run's folder.
         identity: option (as it is written on the command line) to value, plain JSON values.
+        change: why options of a segment may be others than before; empty: they may not.
+
+    Returns:
+        What is to be said about ``change``, when there is nothing to change; else nothing.
 
     Raises:
-        ConfigError: a value differs from the run's.
+        ConfigError: a value differs from the run's and is not declared, or can never be changed.
         StorageError: the record cannot be read or written.
     """
-    path = run_dir / IDENTITY_NAME
-    known = read_identity(run_dir)
+    known, now = read_record(run_dir), RunRecord.of(identity)
     if known is None:
-        document = {"schema": SCHEMA, "identity": dict(identity)}
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(document, indent=1).encode() + b"\n")
-        except OSError as error:
-            raise StorageError(
-                f"{run_dir} cannot be written ({error.strerror}). --storage must be a folder with room, which "
-                "this user may write to."
-            ) from error
-        return
-    now = json.loads(json.dumps(dict(identity)))
-    different = [
-        f"{k} was {known[k]!r}, now {now[k]!r}" for k in now if k in known and known[k] != now[k]
-    ]
-    if different:
-        raise ConfigError(
-            f"run {run_dir.name!r} in {run_dir.parent} began with other options: {'; '.join(different)}. They "
-            "decide its course and stay the same for its life. Use the old values, or another --run name."
+        write_record(run_dir, now)
+        return (
+            f"--change-at-resume: nothing is changed, {run_dir.name!r} is a new run"
+            if change
+            else ""
         )
+    changed = check_change(run_dir, known, now, change)
+    newest = known.segments[-1]
+    if changed or not change:
+        return ""
+    return (
+        f"--change-at-resume: nothing is changed, the run goes on in segment {newest.number} (since step "
+        f"{newest.start_step})"
+    )
 
 
-def read_identity(run_dir: Path) -> dict[str, Any] | None:
-    """What a run began with; None when it has not begun.
+def check_change(
+    run_dir: Path, known: RunRecord, now: RunRecord, change: str
+) -> dict[str, tuple[Any, Any]]:
+    """What changes in the options of a segment: option to (old, new).
 
     Raises:
-        StorageError: the record cannot be read, or is damaged.
+        ConfigError: a change that is not declared, or cannot be made.
+    """
+    newest = known.segments[-1]
+    never = differences(known.fixed, now.fixed)
+    changed = differences(newest.options, now.segments[0].options)
+    if not never and (change or not changed):
+        return changed
+    since = "began with other options"
+    if newest.number:
+        since = f"has, since step {newest.start_step} (segment {newest.number}), other options"
+    said = "; ".join(
+        f"{k} was {old!r}, now {new!r}" for k, (old, new) in {**never, **changed}.items()
+    )
+    if never:
+        fix = (
+            "They decide its course. "
+            f"{', '.join(never)} cannot be changed, with {_OFFER} neither: seed, exact mode and the model stay the "
+            "same for the life of a run. Use the old values, or another --run name."
+        )
+    else:
+        fix = (
+            "They decide its course. Use the old values, or another --run name; or, where the change is meant, add "
+            f"{_OFFER}: then a new segment starts at the checkpoint that the run resumes from."
+        )
+    raise ConfigError(f"run {run_dir.name!r} in {run_dir.parent} {since}: {said}. {fix}")
+
+
+def read_record(run_dir: Path) -> RunRecord | None:
+    """What a run is, None before its first start. Records without segments (schema 1) have one.
+
+    Raises:
+        StorageError: there is a record, and it cannot be read.
     """
     path = run_dir / IDENTITY_NAME
     try:
@@ -79,9 +137,42 @@ def read_identity(run_dir: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error.strerror})") from error
     try:
-        return dict(json.loads(text)["identity"])
-    except (ValueError, LookupError, TypeError) as error:
+        document = json.loads(text)
+        schema = document["schema"]
+        if schema == 1:
+            return RunRecord.of(document["identity"])
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise StorageError(
+                f"{path} has the format {schema}, this version reads up to {SCHEMA}: use the version of ray_ckpt "
+                "that wrote it."
+            )
+        segments = tuple(Segment.from_json(item) for item in document["segments"])
+        if not segments:
+            raise ValueError("it names no segment")
+        return RunRecord(fixed=dict(document["fixed"]), segments=segments)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StorageError(
             f"{path} is damaged ({error}). It says what the run began with: restore it, or remove it if you "
             "are sure that the options are those of the run."
         ) from error
+
+
+def write_record(run_dir: Path, record: RunRecord) -> None:
+    """Puts a record in place, atomically.
+
+    Raises:
+        StorageError: the disk refused; a reader sees the old record or the new one.
+    """
+    document = {
+        "schema": SCHEMA,
+        "fixed": dict(record.fixed),
+        "segments": [segment.to_json() for segment in record.segments],
+    }
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"{run_dir} cannot be written ({error.strerror}). --storage must be a folder with room, which "
+            "this user may write to."
+        ) from error
+    write_atomically(run_dir / IDENTITY_NAME, json.dumps(document, indent=1).encode() + b"\n")

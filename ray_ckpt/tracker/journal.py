@@ -6,6 +6,7 @@ last line; the next line begins with a line end, and readers skip what is not an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import deque
@@ -20,6 +21,8 @@ JOURNAL_NAME = "journal.jsonl"
 STEPS_NAME = "steps.jsonl"
 
 Event = dict[str, Any]
+
+_TAIL_BYTES = 1 << 16
 
 
 class NotSyncedError(StorageError):
@@ -161,6 +164,33 @@ def read_lines(path: Path) -> Iterator[Event]:
         return
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error}).") from error
+
+
+def last_generation(path: Path) -> int:
+    """The generation of the last lines of a journal, which is its newest; 0 when it has none.
+
+    Raises:
+        StorageError: the file is there and cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            tail = file.read()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error}).") from error
+    found = []
+    for line in tail.splitlines():
+        with contextlib.suppress(ValueError):  # torn, or cut by where the tail begins
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("generation"), int):
+                found.append(event["generation"])
+    if found or size <= _TAIL_BYTES:
+        return max(found, default=0)
+    lines = (event.get("generation") for event in read_lines(path))  # a line that is a whole log
+    return max((number for number in lines if isinstance(number, int)), default=0)
 
 
 def newest_lines(path: Path, count: int) -> tuple[int, list[Event]]:

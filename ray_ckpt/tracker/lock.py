@@ -67,3 +67,22 @@ class RunLock:
         except BlockingIOError:
             return False
         return True
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a process drives the run just now; changes nothing.
+
+    Raises:
+        StorageError: the lock cannot be looked at.
+    """
+    path = run_dir / LOCK_NAME
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False  # nobody ever drove it
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        raise StorageError(f"{path} cannot be looked at ({error.strerror})") from error
+    return False

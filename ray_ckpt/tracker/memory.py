@@ -11,8 +11,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ray_ckpt.checkpoint.manifest import GUARD
+from ray_ckpt.skips import Skip
+from ray_ckpt.tracker.rollback import Course
+
 # A change of storage should move the interval within a few saves; one odd save should not.
 RECENT_SAVES = 3
+# More than anybody's band needs.
+RECENT_NORMS = 64
 
 # Interruptions that somebody wanted: they say nothing about how often the job fails.
 PLANNED = frozenset({"resize", "drain", "user_stop"})
@@ -43,11 +49,24 @@ class RunMemory:
             wanted to end do not count.
         finished_step: last step of a finished run, None while it is not.
         kept_step: where the run stands without the steps counted as lost, as far as the journal tells.
+        segment: number of the segment that the run is in.
+        first_of_segment: folder of the first commit since the segment started, empty before it.
         committed: folders of the checkpoints that the newest attempt committed.
         last_group: worker group whose end was told last, empty when it was not named.
         last_end: how that was, in words.
         save_requests: number of the newest request for a save, 0 before the first.
         hold_s: how long the workers wait after the save of that request, seconds.
+        verified: checkpoints whose bytes were all read and compared after their commit.
+        pins: checkpoint to its pins, as far as the journal tells.
+        retention: the rules of retention on record, None before the first.
+        refused: how many checkpoints the guard refused.
+        refusals: of the newest attempt, by folder: the event.
+        norms: step and norm of the parameters of the last saves, refused ones too, oldest first.
+        trouble: the event that says that the newest attempt is no longer finite, None while it is.
+        trouble_step: furthest step of the rollbacks in a row.
+        rollbacks: in a row, since the last commit beyond that step.
+        left: courses of the run that were left by a rollback.
+        skips: holes in the run's order.
     """
 
     generation: int = 0
@@ -69,11 +88,24 @@ class RunMemory:
     fruitless: int = 0
     finished_step: int | None = None
     kept_step: int = 0
+    segment: int = 0
+    first_of_segment: str = ""
     committed: set[str] = field(default_factory=set)
     last_group: str = ""
     last_end: str = ""
     save_requests: int = 0
     hold_s: float = 0.0
+    verified: set[str] = field(default_factory=set)
+    pins: dict[str, set[str]] = field(default_factory=dict)
+    retention: dict[str, Any] | None = None
+    refused: int = 0
+    refusals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    norms: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_NORMS))
+    trouble: dict[str, Any] | None = None
+    trouble_step: int = 0
+    rollbacks: int = 0
+    left: list[Course] = field(default_factory=list)
+    skips: tuple[Skip, ...] = ()
 
     @property
     def failures(self) -> int:
@@ -100,6 +132,8 @@ class RunMemory:
             # Every line of an attempt proves that its number was given out, should the first be damaged.
             self.generation = generation
             self._begin()
+        if isinstance(event.get("verified"), str):
+            self.verified.add(event["verified"])
         handler = getattr(self, f"_on_{event.get('event')}", None)
         if handler is not None:
             handler(event)
@@ -108,6 +142,8 @@ class RunMemory:
         self.attempt_open = True
         self.finished_step = None
         self.committed.clear()
+        self.refusals.clear()
+        self.trouble = None
 
     def _on_attempt_started(self, event: dict[str, Any]) -> None:
         self._begin()
@@ -116,6 +152,8 @@ class RunMemory:
     def _on_restored(self, event: dict[str, Any]) -> None:
         self.kept_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
+        while self.norms and self.norms[-1][0] > self.kept_step:
+            self.norms.pop()  # of a course that was left
 
     def _on_interruption(self, event: dict[str, Any]) -> None:
         step, lost, kind = int(event["step"]), int(event["lost_steps"]), str(event["kind"])
@@ -148,9 +186,40 @@ class RunMemory:
         self.uploads_s.append(float(event["upload_s"]))
         self.exposure_s = float(event["exposure_s"])
         self.committed.add(self.last_commit_name)
+        self.first_of_segment = self.first_of_segment or self.last_commit_name
+        self._take_norm(event)
+        if step > self.trouble_step:
+            self.rollbacks = self.trouble_step = 0
         if self.attempt_open:
             # What was saved was executed, even if a power cut took the lines of its steps.
             self.kept_step = max(self.kept_step, step)
+
+    def _on_segment(self, event: dict[str, Any]) -> None:
+        self.segment = int(event["number"])
+        self.first_of_segment = ""
+        self.skips = ()  # the order of a segment begins without holes
+
+    def _take_norm(self, event: dict[str, Any]) -> None:
+        if event.get("param_norm") is not None:
+            self.norms.append((int(event["step"]), float(event["param_norm"])))
+
+    def _on_quarantine(self, event: dict[str, Any]) -> None:
+        self.verified.discard(str(event["name"]))
+        if event.get("by") == GUARD:
+            self.refused += 1
+            self.refusals[str(event["name"])] = event
+            self._take_norm(event)
+
+    def _on_trouble(self, event: dict[str, Any]) -> None:
+        self.trouble = event
+        if event["action"] == "stop":
+            # Whoever starts the run again has looked at it: a new row.
+            self.rollbacks = self.trouble_step = 0
+            return
+        self.rollbacks += 1
+        self.trouble_step = max(self.trouble_step, int(event["step"]))
+        self.left.append(Course(to_step=int(event["to_step"]), generation=self.generation))
+        self.skips = tuple(Skip(**skip) for skip in event["skips"])
 
     def _on_save_failed(self, event: dict[str, Any]) -> None:
         self.failed_saves += 1
@@ -161,3 +230,20 @@ class RunMemory:
         self.fruitless = 0
         self.finished_step = self.kept_step = int(event["step"])
         self.exposure_s = float(event["exposure_s"])
+
+    def _on_delete(self, event: dict[str, Any]) -> None:
+        self.verified.discard(str(event["name"]))
+        self.pins.pop(str(event["name"]), None)
+
+    def _on_pin(self, event: dict[str, Any]) -> None:
+        pins = self.pins.setdefault(str(event["name"]), set())
+        pins.add(f"{event['reason']} ({event['author']})")
+
+    def _on_unpin(self, event: dict[str, Any]) -> None:
+        pins = self.pins.get(str(event["name"]), set())
+        pins.discard(f"{event['reason']} ({event['author']})")
+        if not pins:
+            self.pins.pop(str(event["name"]), None)
+
+    def _on_retention(self, event: dict[str, Any]) -> None:
+        self.retention = dict(event["rules"])

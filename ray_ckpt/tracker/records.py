@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.segment import FIRST, Segment
+from ray_ckpt.skips import Skip
+from ray_ckpt.tiers.rules import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +25,8 @@ class RunFacts:
         data_fingerprint: of the data.
         parallel: "ddp" or "fsdp".
         versions: of the libraries.
+        identity: the options that decide the course of training, by name.
+        change_reason: why those of a segment may be others than before; empty when they may not.
     """
 
     run: str
@@ -27,6 +35,8 @@ class RunFacts:
     data_fingerprint: str
     parallel: str
     versions: dict[str, str]
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    change_reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +48,16 @@ class TrackerOptions:
         prior_mtbf_s: mean time between failures before any was seen, seconds.
         prior_weight: failures that the prior is worth.
         max_fruitless: attempts in a row without a new step before the run is stopped.
+        retention: which checkpoints are kept; by default all.
+        guard: what may be committed, and what to do when the run is no longer finite.
     """
 
     limits: IntervalLimits
     prior_mtbf_s: float
     prior_weight: float = 1.0
     max_fruitless: int = 3
+    retention: Rules = field(default_factory=Rules)
+    guard: GuardRule = field(default_factory=GuardRule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +83,16 @@ class Attempt:
         generation: of this attempt.
         plan: what to restore; None starts from the beginning.
         directive: how often to save.
+        segment: that it trains in; known once it has restored.
+        skips: holes in the run's order.
         signed: whether manifests are signed, which takes a SHA-256 of every file.
     """
 
     generation: int
     plan: RestorePlan | None
     directive: Directive
+    segment: Segment = FIRST
+    skips: tuple[Skip, ...] = ()
     signed: bool = False
 
 

@@ -13,11 +13,11 @@ from ray_ckpt.checkpoint.manifest import (
     CheckpointEntry,
     FileEntry,
     Manifest,
-    list_checkpoints,
     read_manifest,
 )
-from ray_ckpt.checkpoint.signature import KEY_VARIABLE
 from ray_ckpt.errors import ManifestError
+from ray_ckpt.segment import FIRST, Segment
+from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.records import RestorePlan, RunFacts
 
 logger = logging.getLogger(__name__)
@@ -53,25 +53,6 @@ def why_not(entry: CheckpointEntry, unreadable: Mapping[str, str]) -> str:
     )
 
 
-def key_problem(run_dir: Path) -> str | None:
-    """What to say when a key is in use and no checkpoint can be restored for want of its signature.
-
-    Raises:
-        StorageError: the folder of checkpoints cannot be listed.
-        ConfigError: the key is not usable.
-    """
-    entries = [entry for entry in list_checkpoints(run_dir) if entry.committed]
-    mistrusted = [entry for entry in entries if entry.mistrusted]
-    if not mistrusted or any(entry.usable for entry in entries):
-        return None
-    newest = mistrusted[0]
-    return (
-        f"{KEY_VARIABLE} is probably wrong: none of the checkpoints in {newest.folder.parent} is signed with it "
-        f"({newest.folder.name}: {newest.fault}; {len(mistrusted)} of {len(entries)} like this). Nothing was changed. "
-        "Set the key that the run was saved with; to change keys, put the old one after the new one and a comma."
-    )
-
-
 def manifest_in(folder: Path) -> Manifest | None:
     """The manifest of a committed checkpoint, None when there is none.
 
@@ -88,7 +69,12 @@ def manifest_in(folder: Path) -> Manifest | None:
 
 
 def new_manifest(
-    facts: RunFacts, generation: int, save: Mapping[str, Any], *, committed_at: float
+    facts: RunFacts,
+    generation: int,
+    save: Mapping[str, Any],
+    *,
+    committed_at: float,
+    segment: Segment = FIRST,
 ) -> Manifest:
     """The manifest of what a save reports (see :meth:`ray_ckpt.tracker.core.TrackerCore.commit`)."""
     return Manifest(
@@ -107,6 +93,8 @@ def new_manifest(
         data_fingerprint=facts.data_fingerprint,
         versions=facts.versions,
         bitwise_comparable=bool(save["bitwise_comparable"]),
+        segment=segment.mark(),
+        skipped=tuple(Skip(**skip) for skip in save.get("skipped", ())),
     )
 
 

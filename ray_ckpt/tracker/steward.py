@@ -46,6 +46,8 @@ class Steward:
         self.last_record: dict[str, Any] = {}
         self.committed_step: int | None = None
         self.problem: str = "nothing was saved"
+        self.refused_step: int | None = None
+        self.trouble: tuple[int, str] | None = None  # a saved step that is not finite, and why
 
     @property
     def asked(self) -> bool:
@@ -119,6 +121,17 @@ class Steward:
         self._pending = []
         self._sent = time.monotonic()
 
+    def _is_refused(self, step: int) -> bool:
+        """Whether the guard refused a save; then the run may have to end."""
+        assert self._tracker is not None
+        refusal = self._tracker.call("refusal", generation=self.generation, step=step)
+        if refusal is None:
+            return False
+        self.refused_step, self.problem = step, refusal["reason"]
+        if refusal["nonfinite"] and self.trouble is None:
+            self.trouble = step, refusal["reason"]
+        return True
+
     def commit(self, save: dict[str, Any]) -> bool:
         """Asks for a commit; called in the background thread of a save, on rank 0.
 
@@ -127,6 +140,8 @@ class Steward:
         assert self._tracker is not None
         try:
             committed = bool(self._tracker.call("commit", generation=self.generation, save=save))
+            if not committed and not save["error"] and self._is_refused(int(save["step"])):
+                return False  # storage did its part, and there is nothing to try again
             problem = save["error"] or "the tracker refused the commit, its log says why"
         except Exception as error:
             committed, problem = False, str(error)

@@ -25,6 +25,15 @@ class Metrics:
         self._commits = Counter("ckpt_commits_total", "Checkpoints committed.", keys)
         self._bytes = Counter("ckpt_committed_bytes_total", "Bytes in committed checkpoints.", keys)
         self._failed = Counter("ckpt_save_failures_total", "Saves that failed.", keys)
+        self._deleted = Counter("ckpt_deletes_total", "Checkpoints deleted by the rules.", keys)
+        self._refused = Counter(
+            "ckpt_quarantined_total",
+            "Checkpoints set aside: refused by the guard, or damaged.",
+            keys,
+        )
+        self._rollbacks = Counter(
+            "ckpt_rollbacks_total", "Times the run went back because it was not finite.", keys
+        )
         self._lost = Counter("ckpt_lost_steps_total", "Steps executed and lost.", keys)
         self._interruptions = Counter(
             "ckpt_interruptions_total", "Attempts that ended early, by kind.", (*keys, "kind")
@@ -54,6 +63,12 @@ class Metrics:
             self._upload.observe(event["upload_s"], tags)
         elif kind == "save_failed":
             self._failed.inc(1, tags)
+        elif kind == "delete":
+            self._deleted.inc(1, tags)
+        elif kind == "quarantine":
+            self._refused.inc(1, tags)
+        elif kind == "trouble" and event["action"] != "stop":
+            self._rollbacks.inc(1, tags)
         elif kind == "interruption":
             self._interruptions.inc(1, {**tags, "kind": event["kind"]})
             self._lose(event["lost_steps"])

@@ -73,6 +73,9 @@ def progress_line(status: dict[str, Any], total_steps: int) -> str:
     if commit is not None:
         age = human_duration(max(0.0, time.time() - status["last_commit_time"]))
         saved = f"last commit step {commit} ({age} ago)"
+    refused = status.get("refused", 0)
+    if refused:
+        saved += f", {refused} QUARANTINED by the guard"
     next_save = min(total_steps, (commit or 0) + decision["every_steps"])
     return (
         f"step {last['step']}/{total_steps}  loss {last['loss']:.4f}  lr {last['lr']:.2e}  {speed} tokens/s  "

@@ -47,7 +47,16 @@ def _save_failed(e: dict[str, Any]) -> str:
 
 
 def _quarantine(e: dict[str, Any]) -> str:
+    if e.get("by") == "guard":
+        return (
+            f"QUARANTINED {e['name']}, it is kept to be looked at and not committed: {e['reason']} "
+            f"(loss {e.get('loss')})"
+        )
     return f"QUARANTINED {e['name']}, it will not be restored: {e['reason']}"
+
+
+def _trouble(e: dict[str, Any]) -> str:
+    return f"NOT FINITE: {e['reason']}"
 
 
 def _skipped(e: dict[str, Any]) -> str:
@@ -65,8 +74,38 @@ def _save_requested(e: dict[str, Any]) -> str:
     return f"a save at the next step was asked for: {e['reason']}"
 
 
+def _segment(e: dict[str, Any]) -> str:
+    changed = "; ".join(f"{k} {v['old']} -> {v['new']}" for k, v in e["changed"].items())
+    return (
+        f"segment {e['number']} starts at step {e['step']}, sample {e['sample_offset']} ({e['reason']}): "
+        f"{e['cause']}" + (f"; {changed}" if changed else "")
+    )
+
+
 def _alert(e: dict[str, Any]) -> str:
     return f"ALERT {e['name']}: {e['problem']}"
+
+
+def _verified(e: dict[str, Any]) -> str:
+    return f"read {e['name']} back in {human_duration(e['seconds'])}: every byte is as written"
+
+
+def _delete(e: dict[str, Any]) -> str:
+    return f"deleted {e['name']}: {e['reason']}"
+
+
+def _delete_failed(e: dict[str, Any]) -> str:
+    return (
+        f"{e['name']} could not be deleted, which is tried again after the next save: {e['error']}"
+    )
+
+
+def _pin(e: dict[str, Any]) -> str:
+    return f"{e['name']} is pinned by {e['author']}: {e['reason']}"
+
+
+def _unpin(e: dict[str, Any]) -> str:
+    return f"{e['name']} is no longer pinned by {e['author']}: {e['reason']}"
 
 
 def _finished(e: dict[str, Any]) -> str:
@@ -81,9 +120,16 @@ _TELLERS = {
     "save_failed": _save_failed,
     "save_requested": _save_requested,
     "quarantine": _quarantine,
+    "trouble": _trouble,
     "skipped": _skipped,
     "interruption": _interruption,
+    "segment": _segment,
     "alert": _alert,
+    "verified": _verified,
+    "delete": _delete,
+    "delete_failed": _delete_failed,
+    "pin": _pin,
+    "unpin": _unpin,
     "finished": _finished,
 }
 

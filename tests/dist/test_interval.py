@@ -25,13 +25,13 @@ class _SlowStaging:
     def __call__(self, session: Any, step: int) -> None:
         if step == self.from_step:
             stager, seconds = session._saver._stager, self.seconds
-            stage = stager.stage
+            begin = stager.begin
 
-            def slow(state: Any, **more: Any) -> Any:
+            def slow(state: Any) -> Any:
                 time.sleep(seconds)
-                return stage(state, **more)
+                return begin(state)
 
-            stager.stage = slow
+            stager.begin = slow
 
 
 def test_a_longer_stall_makes_a_longer_interval_and_the_reason_has_the_numbers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,22 @@ def expected_digests(config: Any, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "world"), [("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
+    ("parallel", "world", "staging"),
+    [
+        ("ddp", 1, "blocking"),
+        ("ddp", 2, "overlapped"),
+        ("ddp", 3, "blocking"),
+        ("fsdp", 2, "blocking"),
+        ("fsdp", 3, "overlapped"),
+    ],
 )
 def test_two_resumes_repeat_the_uninterrupted_run_bit_for_bit(
-    folder: Path, parallel: str, world: int
+    folder: Path, parallel: str, world: int, staging: Any
 ) -> None:
     whole = make_config(folder, run="whole", parallel=parallel)
     reference = run_world(train, world, whole)[0]
-    broken = make_config(folder, run="broken", parallel=parallel)
+    saving = replace(whole.saving, staging=staging)
+    broken = make_config(folder, run="broken", parallel=parallel, saving=saving)
     first = run_world(train, world, broken, 5)[0]
     second = run_world(train, world, broken, 8)[0]
     third = run_world(train, world, broken)[0]

@@ -103,11 +103,66 @@ def test_a_full_disk_on_one_rank_is_a_failed_save_and_no_more(folder: Path, bad_
     assert 3 in [e.step for e in entries], "an earlier checkpoint was touched"
 
 
+class _NoCopy:
+    """Makes the staging copy of one rank fail, once, after the others may have begun theirs."""
+
+    def __init__(self, bad_rank: int, bad_step: int, late: bool) -> None:
+        self.bad_rank, self.bad_step, self.late = bad_rank, bad_step, late
+
+    def __call__(self, session: Any, step: int) -> None:
+        from ray_ckpt.checkpoint.staging import StagedCopy
+
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+        if dist.get_rank() != self.bad_rank:
+            return
+        session._saver.wait(60)
+        name, owner = ("finish", StagedCopy) if self.late else ("begin", session._saver._stager)
+        if step + 1 == self.bad_step:
+            self.good = getattr(owner, name)
+            setattr(owner, name, fail)
+        elif step == self.bad_step:
+            setattr(owner, name, self.good)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_copy_that_fails_on_one_rank_is_a_failed_save_and_no_wait(
+    folder: Path, late: bool
+) -> None:
+    config = make_config(folder)
+    run_world(train, 3, config, None, False, _NoCopy(1, 6, late))
+    failed = events(config, "save_failed")
+    assert [event["step"] for event in failed] == [6]
+    assert "out of memory" in failed[0]["error"]
+    steps = [entry.step for entry in usable(list_checkpoints(config.run_dir))]
+    assert steps[0] == 12
+    assert steps[-1] == 3
+
+
+def _more_than_there_is(rank: int, world: int, config: Any) -> str:
+    from ray_ckpt.checkpoint import memory
+    from ray_ckpt.errors import MemoryShortError
+
+    if rank == 1:  # one node in trouble stops all, or the others would wait for it
+        memory.available_bytes = lambda: 1000  # type: ignore[assignment]
+    session, state, _ = open_session(rank, config)
+    with pytest.raises(MemoryShortError) as refused:
+        session.restore(state)
+    return str(refused.value)
+
+
+def test_a_node_without_memory_for_saving_is_refused_on_all_ranks(folder: Path) -> None:
+    messages = run_world(_more_than_there_is, 2, make_config(folder))
+    assert len(set(messages)) == 1
+    assert "saving takes" in messages[0]
+
+
 def _save_often(rank: int, world: int, config: Any) -> list[int]:
     session, state, _ = open_session(rank, config)
     session.restore(state)
     process, sizes = psutil.Process(), []
-    for step in range(1, 31):
+    for step in range(1, 51):
         state.progress.step = step
         session._save()
         session._saver.wait(60)
@@ -116,6 +171,6 @@ def _save_often(rank: int, world: int, config: Any) -> list[int]:
 
 
 def test_memory_does_not_grow_with_saves(folder: Path) -> None:
-    """pytorch#170163: 30 saves, no growth beyond noise after the first ten."""
+    """pytorch#170163: 50 saves, no growth beyond noise after the first ten."""
     for sizes in run_world(_save_often, 2, make_config(folder)):
         assert max(sizes[10:]) - sizes[9] < 16 << 20, sizes

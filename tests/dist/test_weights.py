@@ -18,7 +18,7 @@ from ray_ckpt.checkpoint.manifest import list_checkpoints
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import check_run
 from ray_ckpt.state.weights import load_weights, weights_fingerprint
-from ray_ckpt.tracker.identity import read_identity
+from ray_ckpt.tracker.identity import read_record
 
 pytestmark = pytest.mark.dist
 
@@ -79,9 +79,9 @@ def test_weights_that_change_before_the_first_checkpoint_are_refused(folder: Pat
     export_weights(list_checkpoints(config.run_dir)[0], folder / "out")
     new = make_config(folder, run="new", init_from=str(folder / "out"))
     check_run(new, {})
-    recorded = read_identity(new.run_dir)
+    recorded = read_record(new.run_dir)
     assert recorded is not None
-    assert weights_fingerprint(folder / "out") in recorded.values()
+    assert weights_fingerprint(folder / "out") in recorded.fixed.values()
     file = folder / "out" / "model.safetensors"
     save_file({n: v + 1 for n, v in load_file(file).items()}, file)
     with pytest.raises(ConfigError, match="--init-from"):

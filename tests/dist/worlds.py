@@ -114,18 +114,10 @@ def make_config(folder: Path, **changes: Any) -> Any:
 
 def make_core(config: Any) -> Any:
     """A tracker for a configuration, in this process."""
-    from ray_ckpt.facts import tracker_options
-    from ray_ckpt.tracker.core import RunFacts, TrackerCore
+    from ray_ckpt.facts import check_run, tracker_options
+    from ray_ckpt.tracker.core import TrackerCore
 
-    facts = RunFacts(
-        run=config.run,
-        run_dir=str(config.run_dir),
-        config_fingerprint="c",
-        data_fingerprint="d",
-        parallel=config.parallel,
-        versions={},
-    )
-    return TrackerCore(facts, tracker_options(config))
+    return TrackerCore(check_run(config, {}), tracker_options(config))
 
 
 def open_session(rank: int, config: Any, *, dropout: float = 0.1, seed: int = 3) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +37,9 @@ LS_KEYS = {
 }
 
 
-def add_checkpoint(run: Path, step: int, generation: int = 1, *, commit: bool = True) -> Path:
+def add_checkpoint(
+    run: Path, step: int, generation: int = 1, *, commit: bool = True, **fields: Any
+) -> Path:
     folder = run / "checkpoints" / checkpoint_name(step, generation)
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"meta")
@@ -57,6 +61,7 @@ def add_checkpoint(run: Path, step: int, generation: int = 1, *, commit: bool = 
         data_fingerprint="da7a",
         versions={"torch": "2.13.0"},
         bitwise_comparable=True,
+        **fields,
     )
     if commit:
         write_manifest(folder, manifest)
@@ -282,6 +287,17 @@ def test_a_wrong_run_says_what_is_there_instead(run, good_run, capsys):
     assert code == 2
     assert "--storage FOLDER" in err
     assert call(capsys, "ls", "")[0] == 2
+
+
+def test_show_says_in_which_segment_a_checkpoint_was_made(run, capsys):
+    mark = {"number": 1, "start_step": 500, "start_offset": 4000, "reason": "larger batch"}
+    add_checkpoint(run, 600, 3, segment=mark)
+    assert call_json(capsys, "show", run, 600)[1]["segment"] == mark
+    line = next(
+        line for line in call(capsys, "show", run, 600)[1].splitlines() if "segment" in line
+    )
+    assert line.split(maxsplit=1)[1] == "1, since step 500, sample 4000: larger batch"
+    assert re.search(r"^segment +0$", call(capsys, "show", run, 200)[1], re.MULTILINE)
 
 
 @pytest.mark.parametrize("argv", [[], ["list"], ["ls"], ["ls", "x", "--nope"], ["show", "x"]])

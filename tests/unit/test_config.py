@@ -42,6 +42,7 @@ WRONG: list[tuple[type, dict[str, Any], list[str]]] = [
     (Config, {"workers": "1:2:3"}, ["--workers '1:2:3'", "MIN:MAX"]),
     (Config, {"workers": "-1:2"}, ["--workers '-1:2'", "MIN:MAX"]),
     (Config, {"workers": "1-2"}, ["--workers '1-2'", "MIN:MAX"]),
+    (Config, {"change_at_resume": " "}, ["--change-at-resume ' '", "reason in words"]),
     (Config, {"run": ""}, ["--run ''", "folder's name"]),
     (Config, {"run": "a/b"}, ["--run 'a/b'", "letters"]),
     (Config, {"run": "../x"}, ["--run '../x'", "letters"]),

@@ -33,6 +33,7 @@ from ray_ckpt.checkpoint.manifest import (
 )
 from ray_ckpt.checkpoint.paths import folded, path_fault
 from ray_ckpt.errors import ManifestError, StorageError
+from ray_ckpt.segment import Segment
 
 DIGEST = "0123456789abcdef" * 2
 
@@ -109,6 +110,9 @@ manifests = st.builds(
     data_fingerprint=plain,
     versions=st.dictionaries(plain, plain, max_size=3),
     bitwise_comparable=st.booleans(),
+    segment=st.fixed_dictionaries(
+        {"number": counts, "start_step": counts, "start_offset": counts, "reason": plain}
+    ),
 )
 
 
@@ -200,6 +204,11 @@ def test_any_half_written_manifest_is_found(tmp_path):
         ({"metrics": {"loss": "low"}}, "metrics.loss is 'low'"),
         ({"metrics": {"loss": True}}, "metrics.loss is True"),
         ({"bitwise_comparable": 1}, "bitwise_comparable is 1"),
+        ({"segment": 1}, "segment is 1"),
+        ({"segment": {}}, "segment.number is missing"),
+        ({"segment": {**Segment().mark(), "start_step": -1}}, "segment.start_step is -1"),
+        ({"segment": {**Segment().mark(), "number": True}}, "segment.number is True"),
+        ({"segment": {**Segment().mark(), "reason": None}}, "segment.reason is None"),
         ({"checksum_algorithm": "crc32"}, "checksum_algorithm is 'crc32'"),
         ({"schema": 2}, "schema is 2, this version reads 1"),
         ({"schema": True}, "schema is True"),
@@ -230,7 +239,26 @@ def test_a_sealed_manifest_with_a_wrong_value_is_refused(tmp_path, change, fault
     assert str(folder / MANIFEST_NAME) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(make_manifest().to_json()))
+def test_a_manifest_from_before_runs_could_skip_is_read_as_one_that_skips_nothing(tmp_path):
+    folder = commit(tmp_path)
+    document = make_manifest().to_json()
+    del document["skipped"]
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(document))
+    assert read_manifest(folder).skipped == ()
+
+
+@pytest.mark.parametrize(
+    "bad", [None, {}, [3], [{"from_step": 1}], [{"from_step": -1, "steps": 2}]]
+)
+def test_a_hole_that_is_none_is_refused(tmp_path, bad):
+    folder = commit(tmp_path)
+    document = {**make_manifest().to_json(), "skipped": bad}
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(document))
+    with pytest.raises(ManifestError, match="skip"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", sorted(set(make_manifest().to_json()) - {"segment", "skipped"}))
 def test_every_field_is_required(tmp_path, name):
     folder = commit(tmp_path)
     document = make_manifest().to_json()
@@ -238,6 +266,23 @@ def test_every_field_is_required(tmp_path, name):
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(document))
     with pytest.raises(ManifestError, match=name):
         read_manifest(folder)
+
+
+def test_a_manifest_of_before_segments_is_of_the_first(tmp_path):
+    folder = commit(tmp_path)
+    document = make_manifest().to_json()
+    first = document.pop("segment")
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(document))
+    found = read_manifest(folder)
+    assert found == make_manifest()
+    assert found.segment == first == Segment().mark()
+
+
+def test_a_manifest_keeps_the_segment_it_was_made_in(tmp_path):
+    segment = Segment(number=2, start_step=900, start_offset=7200, reason="cleaned data")
+    commit(tmp_path, segment=segment.mark())
+    found = list_checkpoints(tmp_path)[0].manifest
+    assert Segment.from_json(found.segment) == segment
 
 
 def test_fields_of_a_later_version_are_left_alone(tmp_path):
@@ -314,7 +359,7 @@ def test_a_commit_that_failed_after_the_rename_is_taken_back(tmp_path, monkeypat
     manifest = make_manifest()
     folder = folder_for(manifest, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_sync_folder", refuse)
+        patch.setattr(module, "sync_folder", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             write_manifest(folder, manifest)
     assert list(folder.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,10 @@ def test_every_replaced_row_group_is_written_down_once(index, tmp_path):
     assert (line["file"], line["row_group"], line["rows"], line["epoch"]) == (path, 1, ROWS, 0)
     assert (line["rank"], line["generation"]) == (0, 5)
     assert 1 <= line["step"] <= spe
+    # In a later segment the feed counts from its beginning, and the line has the step of the run all the same.
+    list(replace(feed, steps_before=100).steps(0, spe))
+    _, later = map(json.loads, (run_dir / REPLACED_NAME).read_text().splitlines())
+    assert later["step"] == 100 + line["step"]
 
 
 def test_data_that_is_all_damaged_ends_the_run(index):

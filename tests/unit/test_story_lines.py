@@ -65,6 +65,13 @@ LINES: list[tuple[dict[str, Any], str]] = [
         {"event": "save_requested", "reason": "a drain is coming", "number": 1},
         "a save at the next step was asked for: a drain is coming",
     ),
+    (
+        {"event": "segment", "number": 1, "step": 1200, "sample_offset": 28800, "reason": "larger batch",
+         "cause": "declared for this resume", "source": "step-00001200-g2",
+         "changed": {"--global-batch": {"old": 24, "new": 48}, "--micro-batch": {"old": 2, "new": 4}}},
+        "segment 1 starts at step 1200, sample 28800 (larger batch): declared for this resume; "
+        "--global-batch 24 -> 48; --micro-batch 2 -> 4",
+    ),
     ({"event": "alert", "name": "step-1", "problem": "gone"}, "ALERT step-1: gone"),
     ({"event": "finished", "step": 300, "exposure_s": 1.0}, "finished at step 300"),
 ]  # fmt: skip

@@ -669,7 +669,7 @@ def test_a_folder_that_storage_does_not_tell_about_is_nobodys_to_delete(two, mon
 
     save = two.written(20)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest_module, "_read_bytes", refuse)
+        patch.setattr(manifest_module, "read_bytes", refuse)
         assert two.core.commit(1, save) is False
     assert two.usable() == ["step-00000020-g1", "step-00000010-g1"]
 
@@ -767,14 +767,14 @@ def test_a_checkpoint_that_storage_would_not_give_is_skipped_not_condemned(two):
 
 
 def test_a_manifest_that_storage_would_not_give_is_skipped_not_condemned(two, monkeypatch):
-    real, blocked = manifest_module._read_bytes, {"step-00000020-g1"}
+    real, blocked = manifest_module.read_bytes, {"step-00000020-g1"}
 
     def flaky(path: Path) -> bytes | None:
         if path.parent.name in blocked:
             raise StorageError(f"cannot read {path}: Input/output error")
         return real(path)
 
-    monkeypatch.setattr(manifest_module, "_read_bytes", flaky)
+    monkeypatch.setattr(manifest_module, "read_bytes", flaky)
     plan = two.begin().plan
     assert plan is not None
     assert plan.name == "step-00000010-g1"

@@ -1,0 +1,1 @@
+"""Where copies of checkpoints live, and how long."""

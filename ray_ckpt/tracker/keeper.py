@@ -1,0 +1,197 @@
+"""The tracker's housekeeping: after each commit a round aside, and in the journal what came of it.
+
+A round lists the checkpoints, perhaps reads one back, and deletes: seconds to minutes, in which the tracker goes
+on answering. So rounds run aside; what they found is taken on record with the next call of a worker. Nothing that
+goes wrong here reaches training: it is logged, journalled where it says something of a checkpoint, and tried again
+after the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, parse_checkpoint_name
+from ray_ckpt.errors import ConfigError, StaleGenerationError, StorageError
+from ray_ckpt.tiers import pins
+from ray_ckpt.tiers.collect import Gate
+from ray_ckpt.tiers.housekeeping import Findings, ReadBack, Round, keep_house, read_back
+from ray_ckpt.tiers.rules import Rules
+from ray_ckpt.tracker.aside import Aside, Inline
+from ray_ckpt.tracker.journal import JOURNAL_NAME, last_generation
+from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.tracker.rollback import passed
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+
+
+class _Recorder(Protocol):
+    def __call__(self, event: str, **fields: Any) -> None: ...
+
+
+class Keeper:
+    """Keeps the checkpoints of one run by its rules.
+
+    Args:
+        run_dir: the run's folder.
+        rules: which checkpoints are kept.
+        memory: of the run, as the tracker keeps it.
+        record: writes an event to the journal and takes it into memory.
+        quarantine: marks a checkpoint as bad: its name, the reason, the findings.
+        clock: seconds since the epoch.
+        aside: where rounds run.
+        read: how a checkpoint is read back.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        rules: Rules,
+        memory: RunMemory,
+        record: _Recorder,
+        quarantine: Callable[[str, str, list[dict[str, Any]]], None],
+        clock: Callable[[], float],
+        aside: Aside | None = None,
+        read: ReadBack = read_back,
+    ) -> None:
+        self._dir, self._rules, self._memory = run_dir, rules, memory
+        self._record, self._quarantine, self._clock = record, quarantine, clock
+        self._aside, self._read = aside or Inline(), read
+        self._gate = Gate()  # of the round that runs
+        self._in_use: dict[str, str] = {}
+        self._due = False
+        self._may_read = True
+
+    def cancel(self) -> None:
+        """Ends the round that runs: when this returns, no checkpoint ends by what was decided before."""
+        self._gate.shut()
+
+    def restoring(self, name: str) -> None:
+        """Protects the checkpoint that an attempt restores; an empty name is the end of that."""
+        self._in_use = {name: "an attempt restores it"} if name else {}
+
+    def begin(self) -> None:
+        """Puts the rules on record, where ``ray-ckpt gc`` finds them."""
+        rules = self._rules.to_json()
+        if self._memory.retention != rules:
+            self._record("retention", rules=rules)
+
+    def after_save(self) -> None:
+        """Asks for a round; it begins when the one before has ended."""
+        self._due = self._may_read = True
+        self.advance()
+
+    def advance(self) -> None:
+        """Takes on record what was done aside, and begins what is due; neither waits nor raises."""
+        try:
+            while True:
+                result = self._aside.take()
+                if result is not None:
+                    self._note(result)
+                if not self._due or self._aside.busy:
+                    return
+                self._due = False
+                self._aside.start(self._job())
+        except Exception:
+            logger.exception("housekeeping of %s failed; it is tried again later", self._dir)
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until nothing is due any more."""
+        deadline = time.monotonic() + timeout_s
+        while (self._due or self._aside.busy) and time.monotonic() < deadline:
+            self._aside.wait(_POLL_S)
+            self.advance()
+
+    def pin(self, name: str, reason: str, author: str) -> None:
+        """Pins a checkpoint (see :func:`ray_ckpt.tiers.pins.pin`)."""
+        if pins.pin(self._folder(name), reason, author=author, time_s=self._clock()):
+            self._tell("pin", name, reason=reason, author=author)
+
+    def unpin(self, name: str, reason: str | None) -> None:
+        """Takes pins of a checkpoint away (see :func:`ray_ckpt.tiers.pins.unpin`)."""
+        for gone in pins.unpin(self._folder(name), reason):
+            self._tell("unpin", name, reason=gone.reason, author=gone.author)
+
+    def _job(self) -> Callable[[], Findings]:
+        self._gate = Gate()
+        task = Round(
+            run_dir=self._dir,
+            rules=self._rules,
+            generation=self._memory.generation,
+            newest_generation=lambda: last_generation(self._dir / JOURNAL_NAME),
+            present_generation=self._memory.generation,
+            verified=frozenset(self._memory.verified),
+            in_use=dict(self._in_use),
+            read_back=self._read if self._may_read else None,
+            gate=self._gate,
+            passed=passed(self._memory.left),
+        )
+        now_s = self._clock()
+        return lambda: keep_house(task, now_s=now_s)
+
+    def _note(self, result: Findings | Exception) -> None:
+        if isinstance(result, Exception):
+            if not isinstance(result, ConfigError | StaleGenerationError | StorageError):
+                raise result
+            logger.warning("nothing was deleted in %s: %s", self._dir, result)
+            return
+        self._note_pins(result)
+        if result.faults is not None:
+            self._note_reading(result)
+        for outcome in result.outcomes:
+            if not outcome.problem:
+                self._tell("delete", outcome.name, reason=outcome.reason)
+            elif outcome.kept:
+                logger.info("%s stays: %s", outcome.name, outcome.problem)
+            else:
+                self._tell("delete_failed", outcome.name, error=outcome.problem)
+
+    def _note_reading(self, found: Findings) -> None:
+        """What reading a checkpoint back says, on record before anything older goes."""
+        assert found.faults is not None
+        name, faults = found.to_read, found.faults
+        self._due = True  # whatever it was, the round is to be done again with it
+        if not faults:
+            self._tell("verified", name, verified=name, seconds=found.seconds)
+        elif all(fault.unreadable for fault in faults):
+            # Storage failed, which says nothing about the bytes.
+            self._may_read = False
+            problem = f"it could not be read back ({faults[0].path}: {faults[0].fault})"
+            self._record(
+                "alert", name=name, problem=f"{problem}, so no older one is deleted for it"
+            )
+        else:
+            self._may_read = False  # unless the note can be written, it would be found bad for ever
+            findings = [{"path": fault.path, "fault": fault.fault} for fault in faults]
+            self._quarantine(name, f"{faults[0].path}: {faults[0].fault}", findings)
+            self._may_read = True
+
+    def _note_pins(self, found: Findings) -> None:
+        """Pins that somebody else set or took away: the journal tells of them too."""
+        for record in found.stock.records:
+            if record.name not in found.stock.pins:
+                continue
+            now = {pin.words: pin for pin in found.stock.pins[record.name]}
+            known = self._memory.pins.get(record.name, set())
+            for words in now.keys() - known:
+                pin = now[words]
+                self._tell("pin", record.name, reason=pin.reason, author=pin.author)
+            for words in known - now.keys():
+                reason, _, author = words.removesuffix(")").rpartition(" (")
+                self._tell("unpin", record.name, reason=reason, author=author)
+
+    def _tell(self, event: str, name: str, **fields: Any) -> None:
+        key = parse_checkpoint_name(name)
+        assert key is not None, name
+        self._record(event, name=name, step=key[0], **fields)
+
+    def _folder(self, name: str) -> Path:
+        if parse_checkpoint_name(name) is None:
+            raise ConfigError(f"{name!r} is no checkpoint: their names are like step-00001200-g3")
+        return self._dir / CHECKPOINTS_DIR / name

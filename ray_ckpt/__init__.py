@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ray_ckpt.config import Config
     from ray_ckpt.session import Session, attach
     from ray_ckpt.state.train_state import TrainState
+    from ray_ckpt.state.weights import load_weights
     from ray_ckpt.trainer import resolve, run
 
 __version__ = "0.1.0"
@@ -22,11 +23,12 @@ _HOMES = {
     "Session": "session",
     "TrainState": "state.train_state",
     "attach": "session",
+    "load_weights": "state.weights",
     "resolve": "trainer",
     "run": "trainer",
 }
 
-__all__ = ["Config", "Session", "TrainState", "attach", "resolve", "run"]
+__all__ = ["Config", "Session", "TrainState", "attach", "load_weights", "resolve", "run"]
 
 
 def __getattr__(name: str) -> Any:

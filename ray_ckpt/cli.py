@@ -1,8 +1,8 @@
 """`ray-ckpt`: look at the checkpoints of a run and prove them, from nothing but its folder.
 
-Works on a storage path without Ray and without torch, so it answers at once, on any machine that
-sees the storage, also while the run goes on. The commands here change nothing; those that pin and
-delete are in :mod:`ray_ckpt.cli_retention`.
+Works on a storage path without Ray and (but for `export`) without torch, so it answers at once, on any
+machine that sees the storage, also while the run goes on. The commands here change nothing in a run; those
+that pin and delete are in :mod:`ray_ckpt.cli_retention`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ray_ckpt.checkpoint.manifest import (
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.cli_retention import add_retention_commands
 from ray_ckpt.errors import ConfigError, RayCkptError
+from ray_ckpt.export_command import add_arguments, command_export
 from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
 from ray_ckpt.view.keeping import Keeping
 from ray_ckpt.view.runs import find_run, pick, verified_times
@@ -104,6 +105,8 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("step", metavar="STEP", help=step_help)
     verify = add("verify", command_verify, "Read every byte again and compare checksums.")
     verify.add_argument("step", metavar="STEP", nargs="?", help=f"{step_help}; default: all")
+    export = add("export", command_export, "Write the weights of a checkpoint as safetensors.")
+    add_arguments(export, step_help)
     add_retention_commands(add, step_help)
     return parser
 
@@ -280,6 +283,8 @@ def _state(entry: CheckpointEntry) -> tuple[str, Style]:
         return f"QUARANTINED: {entry.quarantined}", "bad"
     if not entry.committed:
         return "not committed", "dim"
+    if entry.mistrusted:
+        return f"NOT TRUSTED: {entry.fault}", "bad"
     if entry.manifest is None:
         return f"DAMAGED: {entry.fault}", "bad"
     return "committed", ""

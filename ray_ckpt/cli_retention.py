@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint.manifest import list_checkpoints, parse_checkpoint_name
+from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.tiers import pins
 from ray_ckpt.tiers.collect import Gate
@@ -84,7 +85,7 @@ def add_retention_commands(add: Callable[..., argparse.ArgumentParser], step_hel
 def command_pin(args: argparse.Namespace) -> int:
     """`pin RUN STEP --reason TEXT`."""
     run = find_run(args.run, args.storage)
-    folder = pick(list_checkpoints(run), args.step).folder
+    folder = _pick(run, args.step)
     author = _login() if args.author is None else args.author
     new = pins.pin(folder, args.reason, author=author, time_s=time.time())
     if new:
@@ -95,7 +96,7 @@ def command_pin(args: argparse.Namespace) -> int:
 def command_unpin(args: argparse.Namespace) -> int:
     """`unpin RUN STEP [--reason TEXT]`."""
     run = find_run(args.run, args.storage)
-    folder = pick(list_checkpoints(run), args.step).folder
+    folder = _pick(run, args.step)
     gone = pins.unpin(folder, args.reason)
     events = [_event("unpin", folder.name, reason=p.reason, author=p.author) for p in gone]
     _journal_alone(run, *events)
@@ -121,6 +122,12 @@ def command_gc(args: argparse.Namespace) -> int:
         with JsonLines(run / JOURNAL_NAME, sync=True) as journal:
             found, bad = _collect(run, rules, memory, journal)
     return _report(args, run, rules, said, found, bad)
+
+
+def _pick(run: Path, step: str) -> Path:
+    if problem := key_problem(run):
+        raise ConfigError(problem)
+    return pick(list_checkpoints(run), step).folder
 
 
 def _rules(args: argparse.Namespace, memory: RunMemory) -> tuple[Rules, str]:

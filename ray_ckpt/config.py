@@ -229,6 +229,8 @@ class Config:
     """Folder that every node sees and that keeps the runs; an absolute path."""
     data: UseAppendAction[tuple[str, ...]] = ()
     """Folder of Parquet rows of token ids; several NAME=PATH:WEIGHT are mixed; none uses text of every machine."""
+    init_from: str = ""
+    """File or folder of safetensors with the weights a new run begins with; ignored once there are checkpoints."""
     steps: int = 300
     """Optimizer steps of the whole run."""
     workers: str = "1:2"

@@ -50,6 +50,16 @@ class ManifestError(RayCkptError):
         )
 
 
+class SignatureError(ManifestError):
+    """A manifest is not signed with one of the keys in use: perhaps forged, perhaps the key is a wrong one."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.fault}. With RAY_CKPT_KEY set only manifests signed with it are used. If the key is a "
+            "wrong one, set the right one, or add the old one after it and a comma."
+        )
+
+
 class UnsaneStateError(RayCkptError):
     """The guard does not let a state be committed.
 
@@ -84,6 +94,10 @@ class StaleGenerationError(RayCkptError):
 
 class StateError(RayCkptError, TypeError):
     """A part of the training state cannot be saved, or is not what it is given as."""
+
+
+class WeightsError(RayCkptError):
+    """A file of weights is damaged, or does not fit the model."""
 
 
 class MemoryShortError(RayCkptError):

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint.manifest import list_checkpoints
+from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data
 from ray_ckpt.data.mixture import Order, mixed_order
 from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.permute import mix
 from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.initial import INIT_FROM, initial_weights
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
@@ -69,6 +71,8 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         StorageError: the run's folder cannot be used.
         RestoreError: the run has checkpoints, and none can be used.
     """
+    if problem := key_problem(config.run_dir):
+        raise ConfigError(problem)
     index = load_data(config.sources)
     if index.seq_len != config.seq_len:
         folders = " and ".join(source.path for source in config.sources)
@@ -85,6 +89,7 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
         "--exact": config.exact,
         "--reading.window-groups": config.reading.window_groups,
         "--data (fingerprint of its content)": _data_identity(index),
+        INIT_FROM: initial_weights(config),
         **identity,
     }
     notice = check_identity(config.run_dir, names, config.change_at_resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,16 @@ from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import load, verify_together
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RestoreError
+from ray_ckpt.initial import check_unchanged
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import TrainState
+from ray_ckpt.state.weights import load_weights
 from ray_ckpt.tracker.core import Attempt, RestorePlan
 from ray_ckpt.tracker.talk import Talk
+
+logger = logging.getLogger(__name__)
 
 
 def resume(
@@ -65,6 +70,8 @@ def resume(
             break
         plan = talk.ask("reject", generation=attempt.generation, name=plan.name, faults=faults)
     if plan is None:
+        if config.init_from:
+            _load_initial(state, config)
         rng.seed_all(config.seed, 0, first_micro_batch)
     # First the segment, then the mark that the attempt has begun: what begins knows which samples are next.
     segment = talk.ask(
@@ -81,7 +88,7 @@ def resume(
         step=state.progress.step,
         seconds=time.monotonic() - started,
         source=plan.name if plan else "",
-        reason=plan.reason if plan else "no checkpoint yet",
+        reason=plan.reason if plan else _beginning(config),
     )
     return replace(attempt, segment=segment, skips=_skips(attempt, plan, segment))
 
@@ -94,6 +101,24 @@ def _skips(attempt: Attempt, plan: RestorePlan | None, segment: Segment) -> tupl
         return ()
     # A journal that was lost takes its holes with it; the checkpoint knows them too.
     return attempt.skips or plan.manifest.skipped
+
+
+def _beginning(config: Config) -> str:
+    return "no checkpoint yet" + (f", weights of {config.init_from}" if config.init_from else "")
+
+
+def _load_initial(state: TrainState, config: Config) -> None:
+    """Weights of ``--init-from``; averaged weights begin with them too."""
+    check_unchanged(config)
+    prefix = (
+        "model."  # as the names of a checkpoint have it, whose rules --saving.allow-missing states
+    )
+    allowed = [name.removeprefix(prefix) for name in config.saving.allow_missing]
+    load_weights(state.model, config.init_from, allowed)
+    if isinstance(state.ema, torch.nn.Module):
+        load_weights(state.ema, config.init_from, [*allowed, "n_averaged"])
+    elif state.ema is not None:
+        logger.warning("--init-from does not change the averaged weights: they are no module")
 
 
 def _check_progress(state: TrainState, plan: RestorePlan, folder: Path) -> None:

@@ -168,6 +168,7 @@ class Session:
             stager=Stager(self.config.saving.staging, state.optimizers),
             on_result=self._saved,
             inspect=self._watch.scan,
+            signed=attempt.signed,
         )
         self._prepare(self._full_state())
         self._seen = time.monotonic()

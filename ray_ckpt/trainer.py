@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.manifest import list_checkpoints, usable
+from ray_ckpt.checkpoint.signature import take
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data, parse_sources
 from ray_ckpt.data.mixture import MixedOrder, Order
@@ -37,7 +38,8 @@ def resolve(config: C) -> C:
     storage = absolute_folder(config.storage, "--storage")
     sources = config.sources or parse_sources([default_data(config)])
     data = (str(replace(s, path=absolute_folder(s.path, "--data"))) for s in sources)
-    return replace(config, storage=storage, data=tuple(data))
+    init_from = config.init_from and absolute_folder(config.init_from, "--init-from")
+    return replace(config, storage=storage, data=tuple(data), init_from=init_from)
 
 
 def default_data(config: Config) -> str:
@@ -67,6 +69,7 @@ def run(
     Raises:
         RayCkptError: a mistake in the options (``ConfigError``), or a run that could not go on.
     """
+    take()  # from here on no process that is started inherits a key
     # Only one folder can be what is prepared: those of a mixture must be there.
     sources = config.sources
     default = len(sources) == 1 and sources[0].path == default_data(config)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from ray_ckpt.checkpoint.manifest import Manifest
-from ray_ckpt.checkpoint.restore import flatten
+from ray_ckpt.checkpoint.mapped import PlainReader
+from ray_ckpt.checkpoint.restore import flatten, read_entries
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.state.train_state import TrainState
@@ -46,11 +45,11 @@ def checkpoint_digest(folder: Path, manifest: Manifest) -> dict[str, str]:
     faults = verify_files(folder, manifest)
     if faults:
         raise RestoreError(f"{folder}: {faults[0].path}: {faults[0].fault}")
-    reader = FileSystemReader(folder)
+    reader = PlainReader(folder)
     tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] not in _OF_RANKS
+        name: torch.empty(entry.shape, dtype=entry.dtype)
+        for name, entry in read_entries(reader, folder, manifest).items()
+        if name.partition(".")[0] not in _OF_RANKS
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns of the single process that is asked for

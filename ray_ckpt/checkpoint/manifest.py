@@ -5,7 +5,9 @@ A checkpoint is a folder `step-00001200-g3` (step, generation). It counts from t
 There is no "latest" pointer that could move too early: the newest checkpoint is found by listing.
 
 The manifest is JSON for people and scripts. Its last field, `manifest_checksum`, covers all bytes
-before it: a flipped digit in a step or a file size would otherwise still be valid JSON.
+before it: a flipped digit in a step or a file size would otherwise still be valid JSON. With a key
+(`signature.py`) a field `manifest_signature` stands before it, over all bytes before that, and each
+file has its SHA-256: the quick checksum finds damage, and could be forged.
 
 What a manifest cannot prove is that the bytes it names are still good: that is `verify.py`.
 """
@@ -27,7 +29,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ray_ckpt.errors import ManifestError, StorageError
+from ray_ckpt.checkpoint import signature
+from ray_ckpt.checkpoint.paths import NotPlainFileError, folded, path_fault, read_plain
+from ray_ckpt.checkpoint.signature import KEY_VARIABLE, Keys
+from ray_ckpt.errors import ManifestError, SignatureError, StorageError
 from ray_ckpt.skips import Skip
 
 MANIFEST_NAME = "COMMITTED.json"
@@ -39,15 +44,22 @@ CHECKPOINTS_DIR = "checkpoints"
 SCHEMA = 1
 CHECKSUM_ALGORITHM = "xxh3_128"
 NO_MANIFEST = "no manifest"
+_LINKED = "the checkpoint's folder is a link; copy the checkpoint instead"
 GUARD = "guard"
 
 _NAME = re.compile(r"step-([0-9]{8,})-g([0-9]+)")
 _HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
+_HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SIGNATURE_KEY = b'"manifest_signature": "'
+_SIGNATURE_TAIL = re.compile(_SIGNATURE_KEY + b'([0-9a-f]{64})",\n \\Z')
 _SEAL_KEY = b'"manifest_checksum": "'
 _SEAL_END = b'"\n}\n'
 _READ_PAUSES_S = (0.05, 0.2)  # waits between tries: a flaky read is retried, a broken disk is told
 
 _T = TypeVar("_T")
+
+# Names that differ in case alone are one file on some file systems.
+_FOLDED_RECORDS = frozenset(folded(name) for name in RECORD_NAMES)
 
 # Fields that manifests of this schema have not always had: where one lacks, its default holds.
 _ADDED = frozenset({"segment", "skipped"})
@@ -62,26 +74,29 @@ class FileEntry:
         path: relative to the checkpoint folder, with forward slashes.
         bytes: size.
         checksum: xxh3_128 of the content, 32 lower-case hex digits.
+        sha256: of the content, 64 lower-case hex digits; in signed manifests.
     """
 
     path: str
     bytes: int
     checksum: str
+    sha256: str | None = None
 
     def __post_init__(self) -> None:
         _require_type("path", self.path, (str,))
-        parts = self.path.split("/")
-        if "\\" in self.path or "\0" in self.path or any(p in ("", ".", "..") for p in parts):
-            raise ValueError(
-                f"file path {self.path!r} must be relative, stay inside the checkpoint folder "
-                "and use forward slashes"
-            )
-        if self.path in RECORD_NAMES:
+        fault = path_fault(self.path)
+        if fault is not None:
+            raise ValueError(f"file path {self.path!r} {fault}")
+        if is_record(self.path):
             raise ValueError(f"file path {self.path!r} is reserved for the checkpoint's own record")
         _require_count("bytes", self.bytes)
         _require_type("checksum", self.checksum, (str,))
         if not _HEX_DIGEST.fullmatch(self.checksum):
             raise ValueError(f"checksum {self.checksum!r} of {self.path!r} is not 32 hex digits")
+        if self.sha256 is not None:
+            _require_type("sha256", self.sha256, (str,))
+            if not _HEX_SHA256.fullmatch(self.sha256):
+                raise ValueError(f"sha256 {self.sha256!r} of {self.path!r} is not 64 hex digits")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,10 +181,15 @@ class Manifest:
         # A checkpoint that names no file would verify by checking nothing.
         if not self.files:
             raise ValueError("files is empty, a checkpoint has at least one file")
-        paths = [entry.path for entry in self.files]
-        if len(set(paths)) != len(paths):
-            twice = next(path for path in paths if paths.count(path) > 1)
-            raise ValueError(f"files names {twice!r} twice")
+        seen: dict[str, str] = {}
+        for entry in self.files:
+            # Names that differ in case alone are one file on some file systems.
+            key = folded(entry.path)
+            if key in seen:
+                other = seen[key]
+                what = "twice" if other == entry.path else f"and {other!r}, which can be one file"
+                raise ValueError(f"files names {entry.path!r} {what}")
+            seen[key] = entry.path
 
     @property
     def name(self) -> str:
@@ -184,6 +204,9 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The document that is stored, without its checksum."""
         plain: dict[str, Any] = _without_nonfinite(asdict(self))
+        for entry in plain["files"]:
+            if entry["sha256"] is None:
+                del entry["sha256"]
         return {"schema": plain.pop("schema"), **plain}
 
     @classmethod
@@ -222,6 +245,8 @@ class CheckpointEntry:
         quarantined: the reason, when the checkpoint was found bad and must not be used.
         unreadable: storage failed while looking. The checkpoint may be perfectly good: it is not
             usable now, but nothing may be quarantined or deleted on such a fault.
+        mistrusted: its manifest is whole, and not signed with a key in use. Counts as unreadable too: the
+            key may be the wrong one.
     """
 
     folder: Path
@@ -231,6 +256,7 @@ class CheckpointEntry:
     fault: str | None
     quarantined: str | None = None
     unreadable: bool = False
+    mistrusted: bool = False
 
     @property
     def usable(self) -> bool:
@@ -241,6 +267,11 @@ class CheckpointEntry:
     def committed(self) -> bool:
         """A manifest is there, good or damaged: somebody once promised this checkpoint."""
         return self.fault != NO_MANIFEST
+
+
+def is_record(path: str) -> bool:
+    """Whether a path in a checkpoint is, on some file system, that of one of the package's own records."""
+    return folded(path) in _FOLDED_RECORDS
 
 
 def checkpoint_name(step: int, generation: int) -> str:
@@ -258,10 +289,17 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     return (step, generation) if checkpoint_name(step, generation) == name else None
 
 
-def encode_manifest(document: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest file: indented JSON that ends with the checksum of what precedes."""
+def encode_manifest(document: Mapping[str, Any], keys: Keys | None = None) -> bytes:
+    """The bytes of a manifest file: indented JSON that ends with the checksum of what precedes.
+
+    With keys a signature of what precedes it comes before that; without, there is no trace of signing.
+    """
     text = json.dumps(document, indent=1, allow_nan=False)
-    head = text[: text.rindex("\n")].encode() + b",\n " + _SEAL_KEY
+    head = text[: text.rindex("\n")].encode() + b",\n "
+    if keys is not None:
+        head += _SIGNATURE_KEY
+        head += keys.sign(head).encode() + b'",\n '
+    head += _SEAL_KEY
     return head + _digest(head) + _SEAL_END
 
 
@@ -271,13 +309,19 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Writing the same manifest again changes nothing.
 
     Raises:
-        ManifestError: the folder is another checkpoint's, or already has a different manifest.
+        ManifestError: the folder is another checkpoint's, already has a different manifest, or is a link;
+            or there is a key to sign with, and a file without its SHA-256.
         StorageError: the disk refused; the checkpoint is not committed.
     """
     path = folder / MANIFEST_NAME
+    keys = signature.active()
+    if folder.is_symlink():
+        raise ManifestError(path, _LINKED)
+    if keys is not None and (bare := _without_sha256(manifest)):
+        raise ManifestError(path, f"cannot be signed: {bare!r} has no SHA-256")
     if folder.name != manifest.name:
         raise ManifestError(path, f"manifest of {manifest.name} does not belong into {folder.name}")
-    data = encode_manifest(manifest.to_json())
+    data = encode_manifest(manifest.to_json(), keys)
     present = read_bytes(path)
     if present == data:
         return
@@ -292,25 +336,37 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         raise
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, *, check_signature: bool = True) -> Manifest:
     """Reads and checks a checkpoint's manifest.
+
+    Args:
+        folder: the checkpoint.
+        check_signature: False for who has no key and restores nothing.
 
     Raises:
         ManifestError: it is missing (`fault == "missing"`), damaged, or another checkpoint's.
+        SignatureError: a key is in use, and this manifest is not signed with it.
         StorageError: storage failed; whether the checkpoint is committed is not known.
     """
     path = folder / MANIFEST_NAME
+    # Before the file: a key that is of no use is no fault of a manifest.
+    keys = signature.active() if check_signature else None
     data = read_bytes(path)
     if data is None:
         raise ManifestError(path, "missing")
     if not data.strip():
         raise ManifestError(path, "empty file")
     try:
-        manifest = Manifest.from_json(_decode(data))
+        document = _decode(data)
+        if check_signature:
+            _check_signature(path, data, keys)
+        manifest = Manifest.from_json(document)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ManifestError(path, str(error)) from error
     if folder.name != manifest.name:
         raise ManifestError(path, f"it is the manifest of {manifest.name}, not of {folder.name}")
+    if keys is not None and (bare := _without_sha256(manifest)):
+        raise SignatureError(path, f"its signature does not cover the content of {bare!r}")
     return manifest
 
 
@@ -359,10 +415,13 @@ def write_quarantine(
         facts: what else the note says.
 
     Raises:
+        ManifestError: the folder is a link, and the mark would be somewhere else.
         StorageError: the disk refused; the checkpoint is still offered.
     """
     path = folder / QUARANTINE_NAME
-    if read_bytes(path) is not None:
+    if folder.is_symlink():
+        raise ManifestError(path, _LINKED)
+    if read_quarantine_note(folder) is not None:
         return
     note = {"time": time_s, "reason": reason, "findings": findings or [], **(facts or {})}
     if by:
@@ -386,13 +445,13 @@ def read_quarantine_note(folder: Path) -> dict[str, Any] | None:
     Raises:
         StorageError: storage failed; whether it is quarantined is not known.
     """
-    data = read_bytes(folder / QUARANTINE_NAME)
-    if data is None:
-        return None
     try:
+        data = read_bytes(folder / QUARANTINE_NAME)
+        if data is None:
+            return None
         note = json.loads(data)
         return {**note, "reason": str(note["reason"])}
-    except (ValueError, KeyError, TypeError):
+    except (ManifestError, ValueError, KeyError, TypeError):
         # Somebody wanted this checkpoint out of use; a damaged note does not bring it back.
         return {"reason": f"{QUARANTINE_NAME} is there but damaged"}
 
@@ -457,27 +516,38 @@ def _retry(what: str, action: Callable[[], _T]) -> _T | None:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Content of a file, None when there is none; a flaky read is tried again.
+    """Content of a plain file, None when there is none; a flaky read is tried again.
 
     Raises:
+        ManifestError: it is a link, a pipe or a folder.
         StorageError: it cannot be read, which does not mean that it is not there.
     """
-    return _retry(f"cannot read {path}", path.read_bytes)
+    try:
+        return _retry(f"cannot read {path}", lambda: read_plain(path))
+    except NotPlainFileError as error:
+        raise ManifestError(path, "not a regular file") from error
 
 
 def _look_at(folder: Path, step: int, generation: int) -> CheckpointEntry | None:
     """One line of the listing; None when the folder was deleted meanwhile or is not a folder."""
-    manifest, fault, quarantined, unreadable = None, None, None, False
+    manifest, fault, quarantined, unreadable, mistrusted = None, None, None, False, False
+    if folder.is_symlink():
+        # Whatever is done to it would be done elsewhere: neither read, nor quarantined, nor deleted.
+        return CheckpointEntry(folder, step, generation, None, _LINKED, unreadable=True)
     try:
         quarantined = read_quarantine(folder)
         manifest = read_manifest(folder)
+    except SignatureError as error:
+        fault, unreadable, mistrusted = error.fault, True, True
     except ManifestError as error:
         if not folder.is_dir():
             return None
         fault = NO_MANIFEST if error.fault == "missing" else error.fault
     except StorageError as error:
         fault, unreadable = f"unreadable: {error}", True
-    return CheckpointEntry(folder, step, generation, manifest, fault, quarantined, unreadable)
+    return CheckpointEntry(
+        folder, step, generation, manifest, fault, quarantined, unreadable, mistrusted
+    )
 
 
 def _decode(data: bytes) -> dict[str, Any]:
@@ -500,6 +570,25 @@ def _decode(data: bytes) -> dict[str, Any]:
     return document
 
 
+def _check_signature(path: Path, data: bytes, keys: Keys | None) -> None:
+    """Refuses a whole manifest that no key in use has signed; to call after its checksum matched."""
+    head, _, _ = data.rpartition(_SEAL_KEY)
+    # Nothing but the checksum may follow: JSON would take a field that comes again for the true one.
+    found = _SIGNATURE_TAIL.search(head)
+    if keys is None:
+        if found is not None:
+            signature.warn_unchecked()
+        return
+    if found is None:
+        raise SignatureError(path, f"not signed, and {KEY_VARIABLE} is set")
+    if not keys.verify(head[: found.start(1)], found[1].decode()):
+        raise SignatureError(path, f"wrong signature: not made with a key of {KEY_VARIABLE}")
+
+
+def _without_sha256(manifest: Manifest) -> str | None:
+    return next((entry.path for entry in manifest.files if entry.sha256 is None), None)
+
+
 def _digest(data: bytes) -> bytes:
     return str(xxhash.xxh3_128_hexdigest(data)).encode()
 
@@ -511,7 +600,7 @@ def _refuse_constant(word: str) -> float:
 def _file_entry(item: object) -> FileEntry:
     if not isinstance(item, dict) or not {"path", "bytes", "checksum"} <= item.keys():
         raise ValueError("an item of files is not {path, bytes, checksum}")
-    return FileEntry(item["path"], item["bytes"], item["checksum"])
+    return FileEntry(item["path"], item["bytes"], item["checksum"], item.get("sha256"))
 
 
 def _skip(item: object) -> Skip:

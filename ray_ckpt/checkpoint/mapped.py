@@ -15,12 +15,13 @@ from __future__ import annotations
 import io
 import math
 import mmap
+import os
 import pickle
 import struct
 import sys
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,11 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
+
+from ray_ckpt.checkpoint.paths import NotPlainFileError, open_plain
 
 _LOCAL_HEADER = struct.Struct(
     "<4s22xHH"
@@ -76,8 +79,16 @@ class NotMappableError(Exception):
     """Stored in another way than ``torch.save`` stores a tensor; to be read by DCP's own reader."""
 
 
-class MappedReader(FileSystemReader):
-    """DCP's file reader, with the copies of tensors from a map of the file."""
+class PlainReader(FileSystemReader):
+    """DCP's file reader; what became a link since it was verified is not followed, whatever is read."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.fs = _PlainFiles()
+
+
+class MappedReader(PlainReader):
+    """The same, with the copies of tensors from a map of the file."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         per_file: dict[str, list[ReadItem]] = defaultdict(list)
@@ -96,7 +107,9 @@ class MappedReader(FileSystemReader):
     def _copy_from(self, path: Path, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Copies what can be mapped; returns the rest."""
         left: list[ReadItem] = []
-        with path.open("rb") as file, _mapped(file) as view:
+        with self.fs.create_stream(path, "rb") as stream:
+            file = cast("IO[bytes]", stream)
+            view = _mapped(file)
             for item in items:
                 place = self.storage_data[item.storage_index]
                 try:
@@ -115,6 +128,22 @@ class MappedReader(FileSystemReader):
                 target.copy_(source)
                 planner.commit_tensor(item, target)
         return left
+
+
+class _PlainFiles(FileSystem):
+    """Opens what is a file of the checkpoint itself, and nothing else."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
+        assert mode == "rb", mode  # for reading only
+        try:
+            handle = open_plain(Path(path))
+        except NotPlainFileError as error:
+            raise OSError(
+                f"{path} is no regular file any more: it was changed since it was verified"
+            ) from error
+        with open(handle, "rb") as file:
+            yield file
 
 
 def tensor_in(view: mmap.mmap, layout: Layout) -> torch.Tensor:
@@ -255,10 +284,9 @@ class _Slice:
         return data
 
 
-@contextmanager
-def _mapped(file: IO[bytes]) -> Iterator[mmap.mmap]:
+def _mapped(file: IO[bytes]) -> mmap.mmap:
     # Copy on write, and nobody writes: torch warns of memory that it may not write to.
     view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     view.madvise(mmap.MADV_WILLNEED)
     # Not closed here: a map ends when the last tensor in it does.
-    yield view
+    return view

@@ -67,7 +67,7 @@ def load(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     same_world = world_size == manifest.world_size
     reader = MappedReader(folder)
-    entries = read_entries(reader, folder)
+    entries = read_entries(reader, folder, manifest)
     documents, own = _read_documents(reader, entries, rank if same_world else None, group)
     target = state.targets(
         Saved(
@@ -97,13 +97,22 @@ def load(
     return same_world
 
 
-def read_entries(reader: FileSystemReader, folder: Path) -> dict[str, Entry]:
+def read_entries(reader: FileSystemReader, folder: Path, manifest: Manifest) -> dict[str, Entry]:
     """Names, shapes and types of a verified checkpoint's tensors.
 
     Raises:
-        RestoreError: it holds something else than tensors, which only pickle could read.
+        RestoreError: it holds something else than tensors, which only pickle could read; or its tensors are in
+            files that the manifest does not name, and that nobody verified.
     """
-    metadata = reader.read_metadata().state_dict_metadata
+    whole = reader.read_metadata()
+    files = {str(info.relative_path) for info in (whole.storage_data or {}).values()}
+    strays = sorted(files - {entry.path for entry in manifest.files})
+    if strays:
+        raise RestoreError(
+            f"{folder}: its metadata speaks of {strays[0]!r}, which is not in its manifest and was not verified. Set "
+            "the folder aside and start again: an older one will be used."
+        )
+    metadata = whole.state_dict_metadata
     strange = sorted(n for n, e in metadata.items() if not isinstance(e, TensorStorageMetadata))
     if strange:
         raise RestoreError(

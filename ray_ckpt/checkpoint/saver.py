@@ -70,6 +70,7 @@ class Saver:
         generation: of this attempt; part of the checkpoints' names.
         group: gloo process group of all ranks that nothing else uses.
         stager: makes the copies.
+        signed: whether the manifest will be signed, which takes a SHA-256 of every file.
         on_result: called on rank 0, in the background thread, with the outcome of each save.
         inspect: called on every rank, in the background thread, with the staged copy of its state.
     """
@@ -83,8 +84,9 @@ class Saver:
         stager: Stager,
         on_result: Callable[[SaveResult], None],
         inspect: Callable[[dict[str, Any]], Scan] | None = None,
+        signed: bool = False,
     ) -> None:
-        self._inspect = inspect
+        self._inspect, self._signed = inspect, signed
         self._run_dir, self._generation, self._group = run_dir, generation, group
         self._on_result = on_result
         self._stager = stager
@@ -112,7 +114,7 @@ class Saver:
             raise RuntimeError("a save is in flight; wait() for it first")
         started = time.monotonic()
         folder = self._run_dir / CHECKPOINTS_DIR / checkpoint_name(step, self._generation)
-        writer = ChecksumWriter(folder)
+        writer = ChecksumWriter(folder, strong=self._signed)
         copy: StagedCopy | None = None
         error: str | None = None
         try:

@@ -7,15 +7,18 @@ checkpoint; the size is looked at first, so that a truncated file costs nothing.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from ray_ckpt.checkpoint.manifest import RECORD_NAMES, FileEntry, Manifest
+from ray_ckpt.checkpoint.paths import NotPlainFileError, behind_link, open_plain
 
 _CHUNK_BYTES = 4 << 20  # large enough for full disk speed, small beside a training process
 
@@ -38,10 +41,16 @@ class Fault:
         return self.fault.startswith("unreadable")
 
 
-def hash_file(path: Path, chunk_bytes: int = _CHUNK_BYTES) -> tuple[int, str]:
+def hash_file(path: Path, chunk_bytes: int = _CHUNK_BYTES, *, also: Any = None) -> tuple[int, str]:
     """Size in bytes and xxh3_128 (32 hex digits) of a file's content.
 
+    Args:
+        path: the file; a link is not followed.
+        chunk_bytes: how much is read at a time.
+        also: another digest, such as ``hashlib.sha256()``, to update on the way.
+
     Raises:
+        NotPlainFileError: it is a link, a pipe or a folder.
         OSError: the file cannot be read.
         ValueError: `chunk_bytes` is not positive.
     """
@@ -49,9 +58,11 @@ def hash_file(path: Path, chunk_bytes: int = _CHUNK_BYTES) -> tuple[int, str]:
         raise ValueError(f"chunk_bytes is {chunk_bytes}, must be at least 1")
     digest, size = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(chunk_bytes))
-    with path.open("rb", buffering=0) as file:
+    with open(open_plain(path), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
+            if also is not None:
+                also.update(buffer[:count])
             size += count
     return size, str(digest.hexdigest())
 
@@ -84,7 +95,10 @@ def verify_files(
 
 def _fault_of(folder: Path, entry: FileEntry) -> str | None:
     path = folder / entry.path
+    strong = None if entry.sha256 is None else hashlib.sha256()
     try:
+        if behind_link(folder, entry.path):
+            return "behind a link"
         found = path.lstat()
         # A link may lead out of the checkpoint, to bytes that change or vanish on their own.
         if not stat.S_ISREG(found.st_mode):
@@ -92,14 +106,20 @@ def _fault_of(folder: Path, entry: FileEntry) -> str | None:
         if found.st_size != entry.bytes:
             word = "truncated" if found.st_size < entry.bytes else "too long"
             return f"{word}: {found.st_size} of {entry.bytes} bytes"
-        size, checksum = hash_file(path)
+        size, checksum = hash_file(path) if strong is None else hash_file(path, also=strong)
+    except NotPlainFileError:
+        return "changed while it was read: not a regular file"
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError as error:
         return f"unreadable: {error.strerror or error}"
     if size != entry.bytes:
         return f"changed while it was read: {size} of {entry.bytes} bytes"
-    return None if checksum == entry.checksum else "checksum differs"
+    if checksum != entry.checksum:
+        return "checksum differs"
+    if strong is not None and strong.hexdigest() != entry.sha256:
+        return "SHA-256 differs, although the quick checksum is that of the manifest: forged"
+    return None
 
 
 def _strangers(folder: Path, known: set[str]) -> Iterator[Fault]:

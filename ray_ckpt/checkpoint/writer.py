@@ -7,10 +7,13 @@ changes them afterwards is found when the checkpoint is verified.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,8 +26,9 @@ from ray_ckpt.checkpoint.manifest import FileEntry
 class _HashingStream:
     """A binary stream that is only ever written forwards, and digests what passes."""
 
-    def __init__(self, stream: io.IOBase) -> None:
+    def __init__(self, stream: io.IOBase, *, strong: bool = False) -> None:
         self._stream = stream
+        self._sha256 = hashlib.sha256() if strong else None
         self._digest = xxhash.xxh3_128()
         self._bytes = 0
         self.error: OSError | None = None
@@ -38,6 +42,8 @@ class _HashingStream:
             self.error = error
             raise
         self._digest.update(view)
+        if self._sha256 is not None:
+            self._sha256.update(view)
         self._bytes += len(view)
         return len(view)
 
@@ -59,15 +65,16 @@ class _HashingStream:
         raise OSError("a checkpoint file is written forwards only")
 
     def entry(self, path: str) -> FileEntry:
-        return FileEntry(path, self._bytes, self._digest.hexdigest())
+        strong = None if self._sha256 is None else self._sha256.hexdigest()
+        return FileEntry(path, self._bytes, self._digest.hexdigest(), strong)
 
 
 class HashingFileSystem(FileSystem):
     """DCP's file system; remembers size and checksum of every file written below ``root``."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, strong: bool = False) -> None:
         super().__init__()
-        self._root = root
+        self._root, self._strong = root, strong
         self._entries: dict[str, FileEntry] = {}
         self.problem: OSError | None = None
 
@@ -80,11 +87,15 @@ class HashingFileSystem(FileSystem):
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
+        if "r" not in mode and (Path(path).is_symlink() or self._root.is_symlink()):
+            # Somebody put it there: writing through it would change a file elsewhere.
+            self.problem = OSError(errno.ELOOP, "a link is in the place of a new file", str(path))
+            raise self.problem
         with super().create_stream(path, mode) as stream:
             if "r" in mode:
                 yield stream
                 return
-            hashing = _HashingStream(stream)
+            hashing = _HashingStream(stream, strong=self._strong)
             try:
                 yield cast("io.IOBase", hashing)
             finally:
@@ -97,18 +108,23 @@ class HashingFileSystem(FileSystem):
         entry = self._entries.pop(self._name(path), None)
         if entry is not None:
             name = self._name(new_path)
-            self._entries[name] = FileEntry(name, entry.bytes, entry.checksum)
+            self._entries[name] = replace(entry, path=name)
 
     def _name(self, path: str | os.PathLike[str]) -> str:
         return Path(path).relative_to(self._root).as_posix()
 
 
 class ChecksumWriter(FileSystemWriter):
-    """DCP's file writer, one file per rank, synced, with checksums in :attr:`entries`."""
+    """DCP's file writer, one file per rank, synced, with checksums in :attr:`entries`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of the checkpoint.
+        strong: take SHA-256 too, for a manifest that is signed.
+    """
+
+    def __init__(self, folder: Path, *, strong: bool = False) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self._hashing = HashingFileSystem(folder)
+        self._hashing = HashingFileSystem(folder, strong=strong)
         self.fs = self._hashing
 
     @property

@@ -21,6 +21,7 @@ from ray_ckpt.state.codec import Tensors, pack, tensor_paths, unpack
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, AveragedModel)  # keep the inner one as "module"
 _MARKS = ("_orig_mod", "_checkpoint_wrapped_module")
+TIED = "~tied"  # in the document of a module: its other names of a parameter, and the first one
 
 
 class HasState(Protocol):
@@ -138,6 +139,9 @@ class ModulePart:
         for name, value in self._state().items():
             (tensors if isinstance(value, torch.Tensor) else other)[name] = value
         document, more = pack(other, self._name) if other else ({}, {})
+        if tied := self.tied_names():
+            # DCP writes each name in full: without this nobody could tell them from equal tensors.
+            document = {**document, TIED: tied}
         return document, {**tensors, **more}
 
     def targets(self, document: Any, saved: Mapping[str, Entry], device: torch.device) -> Tensors:
@@ -149,6 +153,7 @@ class ModulePart:
 
     def load(self, document: Any, tensors: Tensors) -> None:
         state = self._state()
+        document = {key: value for key, value in document.items() if key != TIED}
         saved = {**tensors, **unpack(document, finder(tensors, self._name))}
         state |= {name: value for name, value in saved.items() if name in state}
         self._module.load_state_dict({raw: state[clean] for raw, clean in self._clean.items()})
@@ -162,11 +167,36 @@ class ModulePart:
             self._names = {parameter: clean[key] for key, parameter in named.items()}
         return self._names
 
+    def tied_names(self) -> dict[str, str]:
+        """Clean names of parameters that have several, each with the first one."""
+        first: dict[torch.nn.Parameter, str] = {}
+        tied: dict[str, str] = {}
+        for raw, parameter in self._module.named_parameters(remove_duplicate=False):
+            if parameter in first:
+                tied[raw] = first[parameter]
+            else:
+                first[parameter] = raw
+        clean = _clean_names(self._module, {**tied, **dict.fromkeys(tied.values())})
+        return {clean[name]: clean[other] for name, other in tied.items()}
+
+    def tensors(self) -> Tensors:
+        """Parameters and persistent buffers by clean name: references, to be changed in place."""
+        return {
+            name: value
+            for name, value in self._state().items()
+            if isinstance(value, torch.Tensor) and not is_extra(name)
+        }
+
     def _state(self) -> dict[str, Any]:
         raw = self._module.state_dict()
         if raw.keys() != self._clean.keys():
             self._clean = _clean_names(self._module, raw)
         return {self._clean[key]: value for key, value in raw.items()}
+
+
+def is_extra(name: str) -> bool:
+    """Whether a module's name is of what ``get_extra_state()`` gives, or of a tensor in it."""
+    return "_extra_state" in name.split(".")
 
 
 def make_part(name: str, item: torch.nn.Module | HasState) -> Part:

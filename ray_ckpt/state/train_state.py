@@ -122,6 +122,11 @@ class TrainState:
                 self._table[name] = make_part(name, item)
 
     @property
+    def ema(self) -> torch.nn.Module | HasState | None:
+        """The averaged weights, as they were given."""
+        return self._parts.get("ema")
+
+    @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers, also when there is one."""
         return self._optimizer.optimizers

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ray_ckpt.checkpoint.manifest import (
@@ -150,8 +152,11 @@ def mend(run_dir: Path) -> None:
     """
     try:
         for leaving in (run_dir / CHECKPOINTS_DIR).glob(f"*/{LEAVING_NAME}"):
-            if read_pins(leaving.parent):
-                _bring_back(leaving.parent)
+            folder = leaving.parent
+            if parse_checkpoint_name(folder.name) is None or folder.is_symlink():
+                continue  # not the run's
+            if read_pins(folder):
+                _bring_back(folder)
     except OSError as error:
         raise StorageError(
             f"pinned checkpoints in {run_dir} cannot be brought back: {error}"
@@ -168,20 +173,28 @@ def _remove(folder: Path) -> str:
     """Removes a folder without a manifest, or what can be removed of it; returns what was in the way."""
     errors: list[OSError] = []
     leaving = folder / LEAVING_NAME
-    for place, folders, names in os.walk(folder, topdown=False, onerror=errors.append):
-        for name in names:
-            path = Path(place, name)
-            if path != leaving:
-                _try(errors, path.unlink)
-        for name in folders:
-            path = Path(place, name)
-            _try(errors, path.unlink if path.is_symlink() else path.rmdir)
+    try:
+        # By descriptors, not by paths: a folder that becomes a link meanwhile leads nowhere.
+        for place, folders, names, at in os.fwalk(folder, topdown=False, onerror=errors.append):
+            for name in names:
+                if Path(place, name) != leaving:
+                    _try(errors, partial(os.unlink, name, dir_fd=at))
+            for name in folders:
+                _try(errors, partial(_remove_below, name, at))
+    except OSError as error:
+        errors.append(error)
     if not errors:
         # Last of all: while anything is left, the next collector must know what it is.
         _try(errors, lambda: leaving.unlink(missing_ok=True))
         _try(errors, folder.rmdir)
         _try(errors, lambda: sync_folder(folder.parent))
     return str(errors[0]) if errors else ""
+
+
+def _remove_below(name: str, at: int) -> None:
+    """Removes an empty folder, or a link to one, of an open folder."""
+    is_link = stat.S_ISLNK(os.lstat(name, dir_fd=at).st_mode)
+    (os.unlink if is_link else os.rmdir)(name, dir_fd=at)
 
 
 def _try(errors: list[OSError], action: Callable[[], None]) -> None:

@@ -12,15 +12,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, MANIFEST_NAME, read_manifest
+from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, MANIFEST_NAME, Manifest, read_manifest
+from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault, verify_files
-from ray_ckpt.errors import ManifestError, StorageError
+from ray_ckpt.errors import ConfigError, ManifestError, SignatureError, StorageError
 from ray_ckpt.tiers.collect import Gate, Outcome, collect, mend
 from ray_ckpt.tiers.retention import Record, Verdict, plan, to_read_back
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stock import Stock, judge_orphans, take_stock
 
 ReadBack = Callable[[Path], list[Fault]]
+Verify = Callable[[Path, Manifest], list[Fault]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +87,12 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
         now_s: seconds since the epoch.
 
     Raises:
+        ConfigError: the key in use is a wrong one.
         StorageError: the folder cannot be listed.
         StaleGenerationError: another attempt has begun.
     """
+    if problem := key_problem(task.run_dir):
+        raise ConfigError(problem)  # what is there cannot be told from what is not
     if task.delete:
         mend(task.run_dir)
     stock = take_stock(task.run_dir, verified=task.verified, in_use=task.in_use)
@@ -126,14 +131,24 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
 
 def _judged(record: Record, task: Round) -> Record:
     """A record that says that the run cannot use it: it must not stand in for one that it can."""
+    if not record.usable:
+        return record  # of what is not judged nothing is known, not even its course
     why = task.passed(record)
-    return replace(record, quarantined=why) if why and record.quarantined is None else record
+    return replace(record, quarantined=why) if why else record
 
 
-def read_back(folder: Path) -> list[Fault]:
-    """Reads every byte of a checkpoint and compares it with the manifest; what is wrong, if anything."""
+def read_back(folder: Path, verify: Verify = verify_files) -> list[Fault]:
+    """Reads every byte of a checkpoint and compares it with the manifest; what is wrong, if anything.
+
+    Args:
+        folder: the checkpoint.
+        verify: compares; only the manifest is read, and its signature checked, here.
+    """
     try:
-        return verify_files(folder, read_manifest(folder))
+        return verify(folder, read_manifest(folder))
+    except SignatureError as error:
+        # Says nothing about the bytes: the key may be a wrong one.
+        return [Fault(MANIFEST_NAME, f"unreadable: {error.fault}")]
     except ManifestError as error:
         return [Fault(MANIFEST_NAME, error.fault)]
     except StorageError as error:

@@ -26,7 +26,7 @@ from ray_ckpt.checkpoint.manifest import (
     sync_folder,
     write_atomically,
 )
-from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.errors import ConfigError, ManifestError, StorageError
 
 DAMAGED = f"{PINS_NAME} is there but damaged"
 _BACK_S = 1.0  # a collector that saw the pin puts the manifest back within this time
@@ -59,15 +59,15 @@ def read_pins(folder: Path) -> tuple[Pin, ...]:
     Raises:
         StorageError: storage failed; whether it is pinned is not known.
     """
-    data = read_bytes(folder / PINS_NAME)
-    if data is None:
-        return ()
     try:
+        data = read_bytes(folder / PINS_NAME)
+        if data is None:
+            return ()
         pins = tuple(
             Pin(str(item["reason"]), str(item["author"]), float(item["time"]))
             for item in json.loads(data)
         )
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ManifestError, ValueError, KeyError, TypeError, RecursionError):
         pins = ()
     return pins or (
         Pin(DAMAGED, "unknown", 0.0),
@@ -87,12 +87,13 @@ def pin(folder: Path, reason: str, *, author: str, time_s: float) -> bool:
         Whether the pin is new.
 
     Raises:
-        ConfigError: no reason, no author, or the checkpoint is gone or was never committed.
+        ConfigError: no reason, no author, or the checkpoint is gone, was never committed, or is a link.
         StorageError: the disk refused; whether it is pinned is not known.
     """
     for what, text in (("reason", reason), ("author", author)):
         if not text.strip():
             raise ConfigError(f"the {what} of a pin is empty: say it in words, somebody will ask")
+    _refuse_link(folder)
     if not _is_there(folder):
         raise _gone(folder)
     with _alone(folder):
@@ -122,9 +123,10 @@ def unpin(folder: Path, reason: str | None = None) -> tuple[Pin, ...]:
         The pins that were taken away.
 
     Raises:
-        ConfigError: there is no pin with this reason; those that are there are named.
+        ConfigError: the folder is a link, or there is no pin with this reason; those that are there are named.
         StorageError: the disk refused.
     """
+    _refuse_link(folder)
     with _alone(folder):
         pins = read_pins(folder)
         gone = tuple(p for p in pins if reason is None or p.reason == reason)
@@ -153,7 +155,10 @@ def _write(folder: Path, pins: tuple[Pin, ...]) -> None:
 
 
 def _is_there(folder: Path) -> bool:
-    return read_bytes(folder / MANIFEST_NAME) is not None
+    try:
+        return read_bytes(folder / MANIFEST_NAME) is not None
+    except ManifestError as error:
+        raise ConfigError(f"{folder.name} cannot be pinned: {error}") from error
 
 
 def _comes_back(folder: Path) -> bool:
@@ -163,6 +168,13 @@ def _comes_back(folder: Path) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+def _refuse_link(folder: Path) -> None:
+    if folder.is_symlink():
+        raise ConfigError(
+            f"{folder} is a link, and its pins are those of another folder: pin the checkpoint there"
+        )
 
 
 def _gone(folder: Path) -> ConfigError:
@@ -176,7 +188,7 @@ def _gone(folder: Path) -> ConfigError:
 def _alone(folder: Path) -> Iterator[None]:
     """Two people who pin at once must not overwrite each other; where folders cannot be locked, they might."""
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         yield  # what is wrong with the folder is told by whoever reads it
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -77,11 +78,13 @@ def stock_of(
     for entry in entries:
         name = entry.folder.name
         try:
-            pins[name] = read_pins(entry.folder)
-            pinned = tuple(pin.words for pin in pins[name])
+            # Pins behind a link are another folder's, which stays whatever is said here.
+            found = () if entry.folder.is_symlink() else read_pins(entry.folder)
+            pins[name] = found
+            pinned = tuple(pin.words for pin in found)
         except StorageError as error:
             pinned = (f"perhaps: {error}",)  # an error is not an absence
-        half = (entry.folder / LEAVING_NAME).is_file()
+        half = _is_plain(entry.folder / LEAVING_NAME)
         # A save that was set aside before its commit is evidence, as a checkpoint found bad later is.
         if entry.fault == NO_MANIFEST and (half or entry.quarantined is None):
             orphans.append(_orphan(entry, pinned, half))
@@ -120,6 +123,13 @@ def judge_orphans(
     return verdicts
 
 
+def _is_plain(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
 def _record(entry: CheckpointEntry, pinned: tuple[str, ...], verified: bool, in_use: str) -> Record:
     manifest = entry.manifest
     return Record(
@@ -130,7 +140,8 @@ def _record(entry: CheckpointEntry, pinned: tuple[str, ...], verified: bool, in_
         metrics=manifest.metrics if manifest else {},
         pinned=pinned,
         verified=verified,
-        quarantined=entry.quarantined,
+        # Of what is not signed with a key in use nothing is believed, a note beside it neither.
+        quarantined=None if entry.mistrusted else entry.quarantined,
         refused=entry.fault == NO_MANIFEST,
         in_use=in_use,
         fault=entry.fault,

@@ -14,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ckpt.checkpoint.manifest import checkpoint_name
+from ray_ckpt.checkpoint.signature import Keys, active, install
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.ray_private import session_logs_dir
 from ray_ckpt.tracker.aside import Thread
@@ -31,7 +32,8 @@ TICK_S = 5.0  # a gauge of Ray that is set once is gone after about 20 s (ray#56
 class TrackerActor(TrackerCore):
     """Serves the calls of rank 0, the controller's callbacks and the driver, one at a time."""
 
-    def __init__(self, facts: RunFacts, options: TrackerOptions) -> None:
+    def __init__(self, facts: RunFacts, options: TrackerOptions, keys: Keys | None = None) -> None:
+        install(keys)  # the driver's, whatever this node's environment says
         self._looks: dict[Any, str] = {}
         self._lock = RunLock(Path(facts.run_dir))
         self._table = LogTable(session_logs_dir(), facts.run)
@@ -109,7 +111,8 @@ def start_tracker(facts: RunFacts, options: TrackerOptions) -> Any:
                 max_task_retries=-1,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(facts, options)
+            # Not by runtime_env: the dashboard shows that to everybody, and no arguments.
+            .remote(facts, options, active())
         )
     except ValueError as error:
         raise ConfigError(

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.checkpoint import signature
 from ray_ckpt.checkpoint.guard import is_nonfinite, judge
 from ray_ckpt.checkpoint.manifest import (
     CHECKPOINTS_DIR,
@@ -27,14 +28,17 @@ from ray_ckpt.checkpoint.manifest import (
     Manifest,
     checkpoint_name,
     list_checkpoints,
+    parse_checkpoint_name,
     usable,
     write_manifest,
     write_quarantine,
 )
+from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import (
     ConfigError,
     ManifestError,
+    RestoreError,
     StaleGenerationError,
     StorageError,
     UnsaneStateError,
@@ -161,6 +165,8 @@ class TrackerCore:
         Raises:
             RestoreError: there are checkpoints and none can be used.
         """
+        if problem := key_problem(self._dir):
+            raise RestoreError(problem)  # before anything is on record: it is no fault of the run
         if self.memory.attempt_open:
             # Nobody said how the last one ended: its driver died, or its whole cluster.
             self.interruption(kind="lost", cause="the job ended without a word")
@@ -186,6 +192,7 @@ class TrackerCore:
             plan=self._plan(entry),
             directive=self._directive(),
             skips=self.memory.skips,
+            signed=signature.active() is not None,
         )
 
     def restored(
@@ -215,6 +222,8 @@ class TrackerCore:
             RestoreError: it was the last one.
         """
         self._check(generation)
+        if parse_checkpoint_name(name) is None:  # it becomes a path
+            raise RestoreError(f"{name!r} is no checkpoint's name. Nothing was changed.")
         reason = f"{faults[0].path}: {faults[0].fault}"
         findings = [{"path": fault.path, "fault": fault.fault} for fault in faults]
         if all(fault.unreadable for fault in faults):

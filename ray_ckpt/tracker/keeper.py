@@ -137,7 +137,7 @@ class Keeper:
 
     def _note(self, result: Findings | Exception) -> None:
         if isinstance(result, Exception):
-            if not isinstance(result, StaleGenerationError | StorageError):
+            if not isinstance(result, ConfigError | StaleGenerationError | StorageError):
                 raise result
             logger.warning("nothing was deleted in %s: %s", self._dir, result)
             return

@@ -85,6 +85,7 @@ class Attempt:
         directive: how often to save.
         segment: that it trains in; known once it has restored.
         skips: holes in the run's order.
+        signed: whether manifests are signed, which takes a SHA-256 of every file.
     """
 
     generation: int
@@ -92,6 +93,7 @@ class Attempt:
     directive: Directive
     segment: Segment = FIRST
     skips: tuple[Skip, ...] = ()
+    signed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray_ckpt.checkpoint.guard import reason
 from ray_ckpt.checkpoint.manifest import GUARD, write_quarantine
-from ray_ckpt.errors import StorageError, UnsaneStateError
+from ray_ckpt.errors import ManifestError, StorageError, UnsaneStateError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,6 @@ def set_aside(
         write_quarantine(
             folder, error.reason, time_s=time_s, findings=error.findings, by=GUARD, facts=facts
         )
-    except StorageError:
+    except (ManifestError, StorageError):
         # Without a manifest it is no checkpoint, with or without the note.
         logger.exception("%s: what the guard found could not be noted", folder)

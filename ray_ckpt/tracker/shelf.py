@@ -137,7 +137,7 @@ def incomplete(folder: Path, files: list[dict[str, Any]]) -> str | None:
         return "the metadata of the checkpoint was not written"
     for entry in files:
         try:
-            size = (folder / entry["path"]).stat().st_size
+            size = (folder / entry["path"]).lstat().st_size
         except OSError as error:
             return f"{folder / entry['path']} is not there ({error.strerror})"
         if size != entry["bytes"]:

@@ -176,10 +176,11 @@ def test_an_error_at_any_touch_leaves_whole_checkpoints_and_the_next_round_ends_
 def test_an_unlink_that_fails_is_told_and_the_rest_goes_on(run, monkeypatch):
     real = os.unlink
 
-    def refuse(path, **more):
-        if str(path).endswith("__0_0.distcp") and checkpoint_name(20, 1) in str(path):
+    def refuse(path, *, dir_fd=None):
+        place = "" if dir_fd is None else str(Path(f"/proc/self/fd/{dir_fd}").readlink())
+        if str(path).endswith("__0_0.distcp") and checkpoint_name(20, 1) in place:
             raise OSError(errno.EIO, "Input/output error", str(path))
-        real(path, **more)
+        real(path, dir_fd=dir_fd)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
@@ -389,14 +390,14 @@ def test_a_damaged_pin_is_a_pin(run, damage):
 
 
 def test_pins_that_cannot_be_read_are_no_absence(run, monkeypatch):
-    real = Path.read_bytes
+    real = manifest_module.read_plain
 
     def refuse(path: Path) -> bytes:
         if path.name == PINS_NAME and checkpoint_name(10, 1) in str(path):
             raise OSError(errno.EIO, "Input/output error")
         return real(path)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(manifest_module, "read_plain", refuse)
     with pytest.raises(StorageError):
         pins.read_pins(folder(run, 10))
     found = tidy(run)

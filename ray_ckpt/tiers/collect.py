@@ -172,23 +172,35 @@ def _bring_back(folder: Path) -> None:
 def _remove(folder: Path) -> str:
     """Removes a folder without a manifest, or what can be removed of it; returns what was in the way."""
     errors: list[OSError] = []
-    leaving = folder / LEAVING_NAME
     try:
         # By descriptors, not by paths: a folder that becomes a link meanwhile leads nowhere.
-        for place, folders, names, at in os.fwalk(folder, topdown=False, onerror=errors.append):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        return str(error)
+    try:
+        _empty(handle, errors)
+        if not errors:
+            # Last of all: while anything is left, the next collector must know what it is.
+            _try(errors, lambda: os.unlink(LEAVING_NAME, dir_fd=handle))
+            _try(errors, folder.rmdir)
+            _try(errors, lambda: sync_folder(folder.parent))
+    finally:
+        os.close(handle)
+    return str(errors[0]) if errors else ""
+
+
+def _empty(handle: int, errors: list[OSError]) -> None:
+    """Removes all that is in an open folder but the mark that it is on its way out."""
+    try:
+        walk = os.fwalk(".", topdown=False, onerror=errors.append, dir_fd=handle)
+        for place, folders, names, at in walk:
             for name in names:
-                if Path(place, name) != leaving:
+                if (place, name) != (".", LEAVING_NAME):
                     _try(errors, partial(os.unlink, name, dir_fd=at))
             for name in folders:
                 _try(errors, partial(_remove_below, name, at))
     except OSError as error:
         errors.append(error)
-    if not errors:
-        # Last of all: while anything is left, the next collector must know what it is.
-        _try(errors, lambda: leaving.unlink(missing_ok=True))
-        _try(errors, folder.rmdir)
-        _try(errors, lambda: sync_folder(folder.parent))
-    return str(errors[0]) if errors else ""
 
 
 def _remove_below(name: str, at: int) -> None:

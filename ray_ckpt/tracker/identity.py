@@ -107,8 +107,9 @@ def check_change(
     if never:
         fix = (
             "They decide its course. "
-            f"{', '.join(never)} cannot be changed, with {_OFFER} neither: seed, exact mode and the model stay the "
-            "same for the life of a run. Use the old values, or another --run name."
+            f"{', '.join(never)} cannot be changed, with {_OFFER} neither: seed, exact mode, the model and "
+            "the weights that it began with stay the same for the life of a run. Use the old values, or another "
+            "--run name."
         )
     else:
         fix = (

@@ -26,7 +26,9 @@ from ray_ckpt.checkpoint.digest import checkpoint_digest
 from ray_ckpt.checkpoint.export import export_weights
 from ray_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
+    PINS_NAME,
     QUARANTINE_NAME,
+    RECORD_NAMES,
     FileEntry,
     Manifest,
     checkpoint_name,
@@ -36,11 +38,16 @@ from ray_ckpt.checkpoint.manifest import (
     write_manifest,
     write_quarantine,
 )
+from ray_ckpt.checkpoint.mapped import MappedReader, PlainReader
 from ray_ckpt.checkpoint.verify import Fault, hash_file, verify_files
 from ray_ckpt.checkpoint.writer import ChecksumWriter
-from ray_ckpt.errors import ManifestError, RayCkptError, RestoreError
+from ray_ckpt.errors import ConfigError, ManifestError, RayCkptError, RestoreError
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.state.codec import encode
+from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, _remove, collect, mend
+from ray_ckpt.tiers.pins import DAMAGED, pin, read_pins, unpin
+from ray_ckpt.tiers.retention import Verdict
+from ray_ckpt.tiers.stock import take_stock
 from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
 from ray_ckpt.tracker.shelf import discard
 
@@ -330,6 +337,76 @@ def test_a_linked_checkpoint_is_neither_read_nor_marked_nor_removed(tmp_path):
             write_manifest(shelf / folder.name, make_manifest((FileEntry("a", 1, DIGEST),)))
         discard(shelf / folder.name)
     assert (shelf / folder.name).is_symlink()
+
+
+def test_housekeeping_goes_through_no_link(tmp_path):
+    """Neither to what a checkpoint's folder links to, nor to what lies in one that is deleted."""
+    outside = real_checkpoint(tmp_path / "other")
+    (outside / LEAVING_NAME).write_bytes(b"{}")
+    run = tmp_path / "demo"
+    folder = real_checkpoint(run)
+    (folder / "to_folder").symlink_to(outside / "more")
+    (folder / "to_file").symlink_to(outside / "more" / "file")
+    linked = run / "checkpoints" / checkpoint_name(11, 1)
+    linked.symlink_to(outside)
+    gone = Verdict(name=folder.name, keep=False, reasons=("for a test",))
+    behind = Verdict(name=linked.name, keep=False, reasons=("for a test",))
+    with untouched(outside):
+        mend(run)
+        assert take_stock(run, verified=set()).pins[linked.name] == ()
+        for act in (lambda: pin(linked, "x", author="y", time_s=1.0), lambda: unpin(linked)):
+            with pytest.raises(ConfigError, match="is a link"):
+                act()
+        outcomes = collect(
+            run, [gone, behind], generation=1, newest_generation=lambda: 1, gate=Gate()
+        )
+        # Once its manifest is gone somebody may put a link in its place.
+        assert _remove(linked)
+    assert [(outcome.name, outcome.kept) for outcome in outcomes] == [
+        (linked.name, True),
+        (folder.name, False),
+    ]
+    assert not folder.exists()
+    assert linked.is_symlink()
+
+
+@pytest.mark.parametrize("target", ["file", "nowhere"])
+def test_pins_that_are_a_link_are_a_pin_and_are_not_read(tmp_path, target):
+    folder = real_checkpoint(tmp_path / "demo")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"[]")
+    (folder / PINS_NAME).symlink_to(outside / target)
+    with untouched(outside):
+        assert [found.reason for found in read_pins(folder)] == [DAMAGED]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("reader_of", [PlainReader, MappedReader])
+def test_a_file_that_became_a_link_after_it_was_verified_is_not_read(tmp_path, name, reader_of):
+    folder = real_checkpoint(tmp_path / "demo")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+
+    def read() -> None:
+        target = {"model": {"weight": torch.zeros(3)}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(target, storage_reader=reader_of(folder), no_dist=True)
+        assert target["model"]["weight"].tolist() == [1, 1, 1]
+
+    read()
+    (folder / name).rename(outside / name)
+    (folder / name).symlink_to(outside / name)
+    with untouched(outside), pytest.raises((OSError, CheckpointException), match="no regular file"):
+        read()
+
+
+@pytest.mark.parametrize("name", RECORD_NAMES)
+@pytest.mark.parametrize("change", [str, str.lower, str.title])
+def test_no_file_has_the_name_of_a_record_in_any_spelling(name, change):
+    with pytest.raises(ValueError, match="reserved"):
+        FileEntry(change(name), 1, DIGEST)
 
 
 def test_a_pipe_in_place_of_a_manifest_is_a_fault_and_never_hangs(tmp_path):

@@ -29,11 +29,16 @@ from ray_ckpt.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
     write_manifest,
+    write_quarantine,
 )
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE, Keys, parse_keys
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import ConfigError, ManifestError, RestoreError, SignatureError
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.tiers.collect import LEAVING_NAME, Gate
+from ray_ckpt.tiers.housekeeping import Round, keep_house, read_back
+from ray_ckpt.tiers.pins import pin
+from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
 
 KEY, OTHER = "a key of the run: long", "0f" * 32
@@ -347,6 +352,78 @@ def test_a_forged_newest_checkpoint_is_passed_over_and_stays(tmp_path, monkeypat
     assert "wrong signature" in attempt.plan.reason
     assert attempt.signed
     assert sorted(path.name for path in forged.iterdir()) == sorted([*FILES, MANIFEST_NAME])
+
+
+@pytest.mark.parametrize("signer", [None, KEY])
+def test_with_a_wrong_key_nothing_is_pinned_or_deleted(tmp_path, monkeypatch, capsys, signer):
+    if signer:
+        monkeypatch.setenv(KEY_VARIABLE, signer)
+    for step in (1, 2, 3):
+        commit(tmp_path, step)
+    evidence = [tmp_path / "checkpoints" / checkpoint_name(step, 1) for step in (1, 2)]
+    for folder in evidence:
+        write_quarantine(folder, "for a test", time_s=1.0)
+    orphan = tmp_path / "checkpoints" / checkpoint_name(4, 1)
+    orphan.mkdir()
+    os.utime(orphan, (1.0, 1.0))
+    pin(evidence[0], "a paper", author="ada", time_s=1.0)
+    (evidence[0] / MANIFEST_NAME).rename(evidence[0] / LEAVING_NAME)
+    before = content_of(tmp_path)
+    monkeypatch.setenv(KEY_VARIABLE, OTHER)
+    run = str(tmp_path)
+    for argv in (
+        ["gc", run, "--retention.keep-newest", "1", "--retention.grace-s", "0"],
+        ["gc", run, "--retention.keep-newest", "1", "--dry-run"],
+        ["pin", run, "3", "--reason", "x"],
+        ["unpin", run, "3"],
+    ):
+        assert cli.main(argv) == 2, argv
+        assert "RAY_CKPT_KEY is probably wrong" in capsys.readouterr().err
+    after = {k: v for k, v in content_of(tmp_path).items() if k in before or "checkpoints" in k}
+    assert after == before
+    assert orphan.is_dir()
+
+
+def test_what_is_not_signed_with_a_key_in_use_neither_counts_nor_goes(tmp_path, monkeypatch):
+    """Newer or older, with a note beside it, or on a course that was left: it is not judged."""
+    monkeypatch.setenv(KEY_VARIABLE, OTHER)
+    foreign = [commit(tmp_path, step) for step in (1, 3, 5, 7)]
+    write_quarantine(foreign[1], "for a test", time_s=1.0)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    own = [commit(tmp_path, step) for step in (2, 4, 6)]
+    for folder in (own[0], own[1]):
+        write_quarantine(folder, "for a test", time_s=1.0)
+    before = [content_of(folder) for folder in foreign]
+    task = Round(
+        run_dir=tmp_path,
+        rules=Rules(keep_newest=1, quarantined=1),
+        generation=1,
+        newest_generation=lambda: 1,
+        present_generation=1,
+        verified={own[2].name, *(folder.name for folder in foreign)},
+        in_use={},
+        read_back=None,
+        gate=Gate(),
+        passed=lambda record: "left" if record.step < 6 else None,
+    )
+    found = keep_house(task, now_s=2e9)
+    assert [content_of(folder) for folder in foreign] == before
+    reasons = {verdict.name: verdict.reasons for verdict in found.verdicts}
+    for folder in foreign:
+        assert any("not judged" in reason for reason in reasons[folder.name])
+    assert any("the newest" in reason for reason in reasons[own[2].name])
+    assert [outcome.name for outcome in found.outcomes] == [own[0].name]
+
+
+def test_a_signature_that_cannot_be_checked_is_no_finding_of_a_reading_back(tmp_path, monkeypatch):
+    """The run sets aside what reading back finds; a checkpoint is not bad because of a key."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    folder = commit(tmp_path)
+    assert read_back(folder) == []
+    monkeypatch.setenv(KEY_VARIABLE, OTHER)
+    faults = read_back(folder)
+    assert faults
+    assert all(fault.unreadable for fault in faults)
 
 
 def test_what_a_run_commits_under_a_key_is_signed_and_shows_no_key(tmp_path, monkeypatch):

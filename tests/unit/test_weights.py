@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -30,10 +31,13 @@ from ray_ckpt.checkpoint.manifest import (
 )
 from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.writer import ChecksumWriter
+from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError, RestoreError, StorageError, WeightsError
+from ray_ckpt.initial import INIT_FROM, check_unchanged, initial_weights
+from ray_ckpt.segment import Segment
 from ray_ckpt.state.train_state import TrainState
 from ray_ckpt.state.weights import INDEX_NAME, load_weights, weights_fingerprint
-from ray_ckpt.tracker.identity import check_identity
+from ray_ckpt.tracker.identity import check_identity, read_record, write_record
 
 
 class Net(nn.Module):
@@ -380,3 +384,54 @@ def test_the_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
     content[-1] ^= 1
     (tmp_path / "a" / "x.safetensors").write_bytes(content)
     assert weights_fingerprint(tmp_path / "a") != before
+
+
+# ---- the weights that a run begins with -----------------------------------------------------------
+
+
+def start(config: Config, batch: int = 8, change: str = "") -> str:
+    names = {"--global-batch": batch, INIT_FROM: initial_weights(config)}
+    return check_identity(config.run_dir, names, change)
+
+
+def test_initial_weights_belong_to_the_run_and_to_no_segment(run: Path, tmp_path: Path) -> None:
+    """Until the first checkpoint no declaration lets others in; after it they neither count nor change a segment."""
+    file = tmp_path / "weights.safetensors"
+    save_file({"a": torch.ones(3)}, file)
+    config = Config(storage=str(run.parent), run=run.name, init_from=str(file))
+    start(config)
+    check_unchanged(config)
+    fingerprint = weights_fingerprint(file)
+    save_file({"a": torch.zeros(3)}, file)
+    none = Config(storage=str(run.parent), run=run.name)
+    for other in (config, none):
+        for change in ("", "other weights"):
+            with pytest.raises(ConfigError, match="--init-from"):
+                start(other, change=change)
+    with pytest.raises(ConfigError, match="the run began with weights of fingerprint"):
+        check_unchanged(config)
+    save(run, Net())
+    for other in (config, none):
+        assert initial_weights(other) == fingerprint
+        assert start(other) == ""
+        # A declared change of something else is let pass, with this one unseen.
+        assert start(other, batch=16, change="a larger batch") == ""
+        assert "nothing is changed" in start(other, change="other weights")
+    record = read_record(run)
+    assert record is not None
+    assert record.fixed[INIT_FROM] == fingerprint
+    assert all(INIT_FROM not in segment.options for segment in record.segments)
+
+
+def test_an_export_tells_the_options_of_the_segment_that_it_is_from(
+    run: Path, tmp_path: Path
+) -> None:
+    check_identity(run, {"--model.dim": 4, "--global-batch": 8})
+    record = read_record(run)
+    assert record is not None
+    later = Segment(number=1, start_step=50, reason="x", options={"--global-batch": 16})
+    write_record(run, dataclasses.replace(record, segments=(*record.segments, later)))
+    export_weights(save(run, Net()), tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert told["dim"] == 4
+    assert told["ray_ckpt"]["options"] == {"--global-batch": 8}

@@ -29,11 +29,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _initial(rank: int, world: int, config: Any, seed: int) -> dict[str, str]:
-    """Digest of the model that a run begins with."""
+def _initial(
+    rank: int, world: int, config: Any, seed: int, changes: str = ""
+) -> dict[str, str]:
+    """Digest of the model that a run begins with; ``changes`` does when the driver has looked at it."""
+    from safetensors.torch import load_file, save_file
+
     from ray_ckpt.checkpoint.digest import state_digest
 
     session, state, _ = open_session(rank, config, seed=seed)
+    if changes and rank == 0:  # the others wait for its call of the tracker
+        save_file({n: v + 1 for n, v in load_file(changes).items()}, changes)
     session.restore(state)
     return {"model": state_digest(state)["model"], "step": str(state.progress.step)}
 
@@ -83,13 +89,16 @@ def test_weights_that_change_before_the_first_checkpoint_are_refused(folder: Pat
     assert recorded is not None
     assert weights_fingerprint(folder / "out") in recorded.fixed.values()
     file = folder / "out" / "model.safetensors"
+    original = file.read_bytes()
     save_file({n: v + 1 for n, v in load_file(file).items()}, file)
     with pytest.raises(ConfigError, match="--init-from"):
         check_run(new, {})
     with pytest.raises(ConfigError, match="--init-from"):
         check_run(make_config(folder, run="new"), {})
+    file.write_bytes(original)
+    check_run(new, {})  # the old ones are back
     with pytest.raises(AssertionError, match="the run began with weights of fingerprint"):
-        run_world(_initial, 2, new, 99)
+        run_world(_initial, 2, new, 99, str(file))
     assert list_checkpoints(new.run_dir) == []
 
 

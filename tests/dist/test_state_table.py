@@ -27,6 +27,7 @@ from worlds import make_config, make_data, open_session, run_world, train
 from ray_ckpt.checkpoint.digest import state_digest
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, FileEntry, Manifest
 from ray_ckpt.checkpoint.restore import load, with_rng
+from ray_ckpt.checkpoint.verify import hash_file
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 from ray_ckpt.config import SavingConfig
 from ray_ckpt.errors import RestoreError
@@ -250,7 +251,7 @@ class Run:
 
     def restore(self, folder: Path, world: int | None = None, allow: tuple[str, ...] = ()) -> Run:
         world = dist.get_world_size() if world is None else world
-        load(self.table(), folder, manifest(world), dist.group.WORLD, CPU, allow)
+        load(self.table(), folder, manifest(folder, world), dist.group.WORLD, CPU, allow)
         self.steps = self.state.progress.step
         return self
 
@@ -262,7 +263,9 @@ class Run:
         return {**parts, "own": own, "rng": generators}
 
 
-def manifest(world: int) -> Manifest:
+def manifest(folder: Path, world: int) -> Manifest:
+    """Of the files that are there: what a manifest does not name is not read."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
     return Manifest(
         run="run",
         step=1,
@@ -271,7 +274,7 @@ def manifest(world: int) -> Manifest:
         world_size=world,
         generation=1,
         committed_at=1.0,
-        files=(FileEntry("x", 1, "0" * 32),),
+        files=tuple(FileEntry(path.name, *hash_file(path)) for path in files),
         parallel="ddp",
         guard={},
         metrics={},
@@ -431,7 +434,7 @@ def _both_sides(rank: int, world: int, base: Path) -> dict[str, Any]:
         dcp_save(with_rng(state.state_dict(), 0, CPU), storage_writer=ChecksumWriter(base / name))
 
     def restore(state: TrainState, name: str, *allow: str) -> TrainState:
-        load(state, base / name, manifest(1), dist.group.WORLD, CPU, allow)
+        load(state, base / name, manifest(base / name, 1), dist.group.WORLD, CPU, allow)
         return state
 
     def net(width: int = 2, head: bool = False) -> nn.Module:

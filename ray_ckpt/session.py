@@ -43,6 +43,7 @@ from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
 from ray_ckpt.errors import StorageError
 from ray_ckpt.facts import check_run, order_of, tracker_options
+from ray_ckpt.ray_private import quiet_reports
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
 from ray_ckpt.state import rng
@@ -95,6 +96,7 @@ class Session:
         self._reducer: Reducer | None = None
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
         self._seen = time.monotonic()
+        self._data_wait_s = 0.0
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         """Spreads a model over the workers, as ``--parallel`` and ``--exact`` say.
@@ -176,7 +178,13 @@ class Session:
         """
         start = self._restored().progress.step
         self._transform = transform
-        for micro_batches in self._feed().steps(start, self.config.steps):
+        feed = self._feed().steps(start, self.config.steps)
+        while True:
+            asked = time.monotonic()
+            micro_batches = next(feed, None)
+            if micro_batches is None:
+                return
+            self._data_wait_s = time.monotonic() - asked
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -348,6 +356,7 @@ class Session:
             "world_size": self.world_size,
             "generation": self._steward.generation,
             "step_time_s": seconds,
+            "data_wait_s": self._data_wait_s,  # part of the step's time; of rank 0, as all in this line
             "time": time.time(),
             "save_waits": agreement.save_waits,
         }
@@ -409,8 +418,7 @@ def attach(config: Config) -> Session:
 
     if not ray.is_initialized():
         return _attach_alone(config)
-    # Every report would be a line in the job's log; the journal has them.
-    logging.getLogger("ray.train.v2._internal.execution.context").setLevel(logging.WARNING)
+    quiet_reports()
     context = ray.train.get_context()
     rank = context.get_world_rank()
     nodes: list[Any] = [None] * context.get_world_size()

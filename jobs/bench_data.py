@@ -5,19 +5,21 @@
 
 Rows per second of this project's feed, of plain Ray Data without order
 (``ray.data.read_parquet(...).iter_batches``), of ``litdata`` and of torchdata's ``StatefulDataLoader``, for
-1 and 2 consumers; and the time to the first batch at the start and at 90 % of a large set, against
-skipping to it. The readers take turns, and figures are medians of the rounds, given as ratios: a busy
-machine is as busy for all of them.
+1 and 2 consumers; the time to the first batch at the start and at 90 % of a large set, against
+skipping to it; and how long the main job's training function waits for its data, as a share of its step
+time. The readers take turns, and figures are medians of the rounds, given as ratios: a busy machine is as
+busy for all of them.
 
-Every consumer makes the same of a step: int64 arrays of its rows. Rates are taken over a whole pass from
-the first request on (``rows_per_s``) and from the first batch on (``steady_rows_per_s``); the target is
-about the first, because a run's data is used from its first row, and because Ray Data without a limit has
-read a small set to its end when it gives the first batch. ``StatefulDataLoader`` has all its rows in
-memory, ``litdata`` its own format in uncompressed chunks.
+Every consumer makes the same of a step: int64 arrays of its rows. Rates are taken over a whole pass, or its
+first seconds, from the first request on (``rows_per_s``) and from the first batch on
+(``steady_rows_per_s``); the target is about the first, because a run's data is used from its first row, and
+because Ray Data without a limit has read a small set to its end when it gives the first batch.
+``StatefulDataLoader`` has all its rows in memory, ``litdata`` its own format in uncompressed chunks.
 
 Measured with ``--quick`` on two busy cores, 1 and 2 consumers: 5.4 and 2.8 times the rows per second of
 plain Ray Data, 1.7 and 1.5 times from the first batch on. In 10^7 rows the first batch took 0.62 s at the
-start and 0.52 s at 90 % (where windows are half used), skipping to it 31 s.
+start and 0.52 s at 90 % (where windows are half used), skipping to it 31 s. The main job waited for data in 0.06 %
+of its step time on 1 worker, and in 0.04 % on 2, its first step aside, on two cores that ten processes wanted.
 
 Exit code 0 only when all targets hold.
 """

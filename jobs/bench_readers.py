@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 import ray
-import ray.data
 from ray import cloudpickle
 
 from ray_ckpt.data import GlobalOrderSampler
@@ -61,20 +60,9 @@ class Rate:
     first_batch_s: float
 
 
-@contextlib.contextmanager
-def cluster() -> Iterator[None]:
-    """A Ray of our own, of two CPUs; never one that is there."""
-    # Niced readers would lose their time to whatever else this machine does.
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - as Ray spells it
-    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
-    _quiet()
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 def _quiet() -> None:
+    import ray.data
+
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.data.DataContext.get_current().enable_progress_bars = False
 
@@ -103,6 +91,8 @@ def ours(folder: Path, consumers: int, rank: int, shared: Any, start: int = 0) -
 
 def plain(folder: Path, consumers: int, rank: int, shared: Any) -> Iterator[Step]:
     """Ray Data without order; several consumers share it by ``streaming_split``."""
+    import ray.data
+
     _quiet()
     size = GLOBAL_BATCH // consumers
     source = ray.data.read_parquet(str(folder)) if shared is None else shared[rank]
@@ -205,47 +195,6 @@ READERS: dict[str, tuple[Reader, bool, Callable[[Path], None] | None]] = {
 """By name: the reader, whether it reads through Ray, and what it needs before."""
 
 
-def rate(name: str, folder: Path, consumers: int, limit_s: float) -> Rate:
-    """Measures one pass of one reader, or ``limit_s`` seconds of it after the first batch.
-
-    Raises:
-        NotInstalled: its library is missing.
-    """
-    reader, through_ray, prepare = READERS[name]
-    if prepare is not None:
-        prepare(folder)
-    if through_ray:
-        shared = None
-        if name == "plain ray data" and consumers > 1:
-            shared = ray.data.read_parquet(str(folder)).streaming_split(consumers, equal=True)
-        actors = [_actor() for _ in range(consumers)]
-        ray.get([actor.ready.remote() for actor in actors])
-        times = ray.get(
-            [
-                actor.run.remote(reader, folder, consumers, i, limit_s, shared)
-                for i, actor in enumerate(actors)
-            ]
-        )
-        for actor in actors:
-            ray.kill(actor)
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(consumers, mp_context=context) as pool:
-            list(pool.map(_warm, range(consumers)))
-            parts = [
-                pool.submit(consume, reader, folder, consumers, i, limit_s)
-                for i in range(consumers)
-            ]
-            times = [part.result() for part in parts]
-    start, first = min(t[0] for t in times), min(t[1] for t in times)
-    end, rows = max(t[2] for t in times), sum(t[3] for t in times)
-    return Rate(
-        rows_per_s=rows / (end - start),
-        steady_rows_per_s=(rows - GLOBAL_BATCH) / (end - first),
-        first_batch_s=max(t[1] for t in times) - start,
-    )
-
-
 def consume(
     reader: Reader, folder: Path, consumers: int, rank: int, limit_s: float, shared: Any = None
 ) -> tuple[float, float, float, int]:
@@ -297,24 +246,83 @@ class _Consumer:
         return time.perf_counter() - start
 
 
-def _actor() -> Any:
-    return ray.remote(num_cpus=0)(_Consumer).remote()
+class Crew:
+    """The consumers, and the Ray that they read through: processes that start once and serve every measurement."""
+
+    def __init__(self, consumers: int) -> None:
+        self._actors = [ray.remote(num_cpus=0)(_Consumer).remote() for _ in range(consumers)]
+        ray.get([actor.ready.remote() for actor in self._actors])
+        self._pools: dict[int, ProcessPoolExecutor] = {}
+
+    def rate(self, name: str, folder: Path, consumers: int, limit_s: float) -> Rate:
+        """Measures one pass of one reader, or ``limit_s`` seconds of it after the first batch.
+
+        Raises:
+            NotInstalled: its library is missing.
+        """
+        import ray.data
+
+        reader, through_ray, prepare = READERS[name]
+        if prepare is not None:
+            prepare(folder)
+        if through_ray:
+            shared = None
+            if name == "plain ray data" and consumers > 1:
+                shared = ray.data.read_parquet(str(folder)).streaming_split(consumers, equal=True)
+            times = ray.get(
+                [
+                    actor.run.remote(reader, folder, consumers, i, limit_s, shared)
+                    for i, actor in enumerate(self._actors[:consumers])
+                ]
+            )
+        else:
+            pool = self._pool(consumers)
+            parts = [
+                pool.submit(consume, reader, folder, consumers, i, limit_s)
+                for i in range(consumers)
+            ]
+            times = [part.result() for part in parts]
+        start, first = min(t[0] for t in times), min(t[1] for t in times)
+        end, rows = max(t[2] for t in times), sum(t[3] for t in times)
+        return Rate(
+            rows_per_s=rows / (end - start),
+            steady_rows_per_s=(rows - GLOBAL_BATCH) / (end - first),
+            first_batch_s=max(t[1] for t in times) - start,
+        )
+
+    def first_batch(self, folder: Path, offset: int) -> float:
+        """Seconds to the first batch of our feed at a sample offset."""
+        return float(ray.get(self._actors[0].first.remote(folder, offset // GLOBAL_BATCH)))
+
+    def skip_to(self, folder: Path, offset: int) -> float:
+        """Seconds until plain Ray Data has given as many rows as there are before an offset."""
+        return float(ray.get(self._actors[0].skip.remote(folder, offset)))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pool in self._pools.values():
+            pool.shutdown()
+        for actor in self._actors:
+            ray.kill(actor)
+        self._pools, self._actors = {}, []
+
+    def _pool(self, consumers: int) -> ProcessPoolExecutor:
+        if consumers not in self._pools:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(consumers, mp_context=context)
+            list(pool.map(_warm, range(consumers)))
+            self._pools[consumers] = pool
+        return self._pools[consumers]
 
 
-def first_batch(folder: Path, offset: int) -> float:
-    """Seconds to the first batch of our feed at a sample offset."""
-    return float(_alone("first", folder, offset // GLOBAL_BATCH))
-
-
-def skip_to(folder: Path, offset: int) -> float:
-    """Seconds until plain Ray Data has given as many rows as there are before an offset."""
-    return float(_alone("skip", folder, offset))
-
-
-def _alone(method: str, *args: Any) -> Any:
-    actor = _actor()
-    ray.get(actor.ready.remote())
+@contextlib.contextmanager
+def crew(consumers: int) -> Iterator[Crew]:
+    """Consumers, and a Ray of our own, of two CPUs; never one that is there."""
+    # Niced readers would lose their time to whatever else this machine does.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - as Ray spells it
+    ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
+    _quiet()
     try:
-        return ray.get(getattr(actor, method).remote(*args))
+        yield Crew(consumers)
     finally:
-        ray.kill(actor)
+        ray.shutdown()

@@ -52,6 +52,18 @@ def refresh_reservations() -> None:
         _missing("AutoscalingCoordinator.get_reserved_resources(recompute=True)", error)
 
 
+def quiet_reports() -> None:
+    """Keeps the line that a worker logs of each report out of the job's log; the journal has them.
+
+    The name of that logger is a path, not below ``ray.train``: ``LoggingConfig`` does not reach it.
+    """
+    place = "ray.train.v2._internal.execution.context"
+    try:
+        import_module(place).logger.setLevel(logging.WARNING)
+    except (ImportError, AttributeError) as error:
+        _missing(f"{place}.logger", error)
+
+
 def _missing(name: str, error: Exception) -> None:
     import ray
 

@@ -46,6 +46,7 @@ from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
 from ray_ckpt.errors import NonfiniteError, RollbackError, StorageError
 from ray_ckpt.facts import check_run, order_of, tracker_options
+from ray_ckpt.ray_private import quiet_reports
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
 from ray_ckpt.skips import stretches
@@ -102,6 +103,7 @@ class Session:
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
         self._prepared_bytes = 0
         self._seen = time.monotonic()
+        self._data_wait_s = 0.0
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         """Spreads a model over the workers, as ``--parallel`` and ``--exact`` say.
@@ -196,9 +198,13 @@ class Session:
         self._transform = transform
         holes = [replace(skip, from_step=own_step(skip.from_step)) for skip in self._skips]
         feed = self._feed()
-        for micro_batches in chain.from_iterable(
-            feed.steps(*each) for each in stretches(start, stop, holes)
-        ):
+        steps = chain.from_iterable(feed.steps(*each) for each in stretches(start, stop, holes))
+        while True:
+            asked = time.monotonic()
+            micro_batches = next(steps, None)
+            if micro_batches is None:
+                return
+            self._data_wait_s = time.monotonic() - asked
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -420,6 +426,7 @@ class Session:
             "generation": self._steward.generation,
             "segment": self._segment.number,
             "step_time_s": seconds,
+            "data_wait_s": self._data_wait_s,  # part of the step's time; of rank 0, as all in this line
             "time": time.time(),
             "save_waits": agreement.save_waits,
         }
@@ -490,8 +497,7 @@ def attach(config: Config) -> Session:
 
     if not ray.is_initialized():
         return _attach_alone(config)
-    # Every report would be a line in the job's log; the journal has them.
-    logging.getLogger("ray.train.v2._internal.execution.context").setLevel(logging.WARNING)
+    quiet_reports()
     context = ray.train.get_context()
     rank = context.get_world_rank()
     nodes: list[Any] = [None] * context.get_world_size()

@@ -30,6 +30,12 @@ def test_every_target_is_judged(ratios, seek, oks):
     assert [target.ok for target in judge(rows)] == oks
 
 
+@pytest.mark.parametrize(("share", "ok"), [(0.0, True), (0.02, True), (0.021, False)])
+def test_a_job_that_waits_for_its_data_is_told(share, ok):
+    [target] = judge([{"reader": FEED, "consumers": 2, "wait_share": share}])
+    assert (target.ok, target.limit) == (ok, "<= 0.02")
+
+
 def test_the_rows_are_made_once_and_whole(tmp_path: Path):
     make_rows(tmp_path / "set", 800, 4, group_rows=30)
     index = load_index(tmp_path / "set")

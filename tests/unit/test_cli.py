@@ -307,10 +307,10 @@ def test_runs_that_are_called_alike_are_named_first_and_none_is_kept_back_for_on
     for n in range(12):
         add_checkpoint(tmp_path / f"ablation-{n:02d}", 1)
     add_checkpoint(tmp_path / "web-7b", 1)
-    add_checkpoint(tmp_path / "web-7b-long", 1)
+    add_checkpoint(tmp_path / "web-7b-2", 1)
     for text in ("wbe-7b", tmp_path / "wbe-7b"):
         err = call(capsys, "ls", text, "--storage", tmp_path)[2]
-        assert f"Runs in {tmp_path}: web-7b, web-7b-long, ablation-00, ablation-01" in err
+        assert f"Runs in {tmp_path}: web-7b, web-7b-2, ablation-00, ablation-01" in err
         assert err.endswith("and 4 more\n")
     assert (
         f"Runs in {tmp_path}: ablation-00, " in call(capsys, "ls", "zzz", "--storage", tmp_path)[2]

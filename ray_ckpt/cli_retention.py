@@ -29,10 +29,11 @@ from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.journal import JOURNAL_NAME, JsonLines, last_generation
 from ray_ckpt.tracker.lock import RunLock, is_held
 from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.tracker.recall import recall
 from ray_ckpt.tracker.rollback import passed
 from ray_ckpt.view.human import ago
 from ray_ckpt.view.keeping import recorded_rules
-from ray_ckpt.view.runs import find_run, pick, recall
+from ray_ckpt.view.runs import find_run, pick
 from ray_ckpt.view.tables import Column, printable, render_table
 
 _HELP = {

@@ -20,9 +20,8 @@ from ray_ckpt.initial import INIT_FROM, initial_weights
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
-from ray_ckpt.tracker.journal import JOURNAL_NAME, read_lines
-from ray_ckpt.tracker.memory import RunMemory
-from ray_ckpt.tracker.rollback import LEFT, left
+from ray_ckpt.tracker.recall import recall
+from ray_ckpt.tracker.rollback import passed_over
 from ray_ckpt.tracker.shelf import newest_usable
 from ray_ckpt.view.summary import snapshot_problem
 
@@ -111,11 +110,8 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
 
 def _check_checkpoints(config: Config) -> None:
     """Refuses what the tracker would refuse; it alone sets a damaged checkpoint aside."""
-    memory = RunMemory()
-    for event in read_lines(config.run_dir / JOURNAL_NAME):
-        memory.apply(event)
-    entries = list_checkpoints(config.run_dir)
-    gone = {entry.folder.name: LEFT for entry in entries if left(entry, memory.left)}
+    memory, entries = recall(config.run_dir), list_checkpoints(config.run_dir)
+    gone = passed_over(entries, memory.left)
     newest_usable(config.run, config.run_dir, entries, commits=memory.commits, passed=gone)
 
 

@@ -172,7 +172,7 @@ class Session:
             inspect=self._watch.scan,
             signed=attempt.signed,
         )
-        self._prepare(self._full_state())
+        self._prepare()
         self._seen = time.monotonic()
         return state
 
@@ -263,8 +263,7 @@ class Session:
         )
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
         if step == self._first_step:
-            # Most optimizers make their state in the first step.
-            self._prepare(self._full_state())
+            self._prepare()  # most optimizers make their state in the first step
         hold_s = self._save() if agreement.save else 0.0
         if self._watch.must_end(agreement):
             self._end()
@@ -434,13 +433,15 @@ class Session:
     def _full_state(self) -> dict[str, Any]:
         return with_rng(self._restored().state_dict(), self.rank, self.device)
 
-    def _prepare(self, full_state: dict[str, Any]) -> None:
-        """Makes the buffers for saving, if the state is not what they were made for."""
-        needed = size_bytes(full_state)
-        if needed > self._prepared_bytes:
-            check_memory(needed - self._prepared_bytes, self._group)
+    def _prepare(self) -> None:
+        """Makes the buffers for saving, where the state is more than they were made for; every rank calls it."""
+        full_state = self._full_state()
+        grown = max(0, size_bytes(full_state) - self._prepared_bytes)
+        # Asked together whoever needs what: a rank with an empty shard grows by nothing, and must not be waited for.
+        check_memory(grown, self._group)
+        if grown:
             self._saver.prepare(full_state)
-            self._prepared_bytes = needed
+            self._prepared_bytes += grown
 
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""

@@ -33,6 +33,7 @@ from ray_ckpt.checkpoint import signature
 from ray_ckpt.checkpoint.paths import NotPlainFileError, folded, path_fault, read_plain
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE, Keys
 from ray_ckpt.errors import ManifestError, SignatureError, StorageError
+from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
 
 MANIFEST_NAME = "COMMITTED.json"
@@ -63,7 +64,6 @@ _FOLDED_RECORDS = frozenset(folded(name) for name in RECORD_NAMES)
 
 # Fields that manifests of this schema have not always had: where one lacks, its default holds.
 _ADDED = frozenset({"segment", "skipped"})
-_FIRST_SEGMENT = {"number": 0, "start_step": 0, "start_offset": 0, "reason": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class Manifest:
     infinite (stored as the strings "nan", "inf", "-inf", since JSON has no such numbers): a strange
     loss is worth recording, and refusing the state is the guard's business.
 
-    Every field is required when a manifest is read, but for `segment`, which came later: a checkpoint that
-    says nothing of it was made in the first one.
+    Every field is required when a manifest is read, but for those that came later (`segment`, `skipped`): a
+    checkpoint that says nothing of them was made in the first segment, and nothing was skipped.
     """
 
     run: str
@@ -141,7 +141,7 @@ class Manifest:
     """Library versions."""
     bitwise_comparable: bool
     """Whether a resume with the same world size should repeat the same bits."""
-    segment: Mapping[str, Any] = field(default_factory=lambda: dict(_FIRST_SEGMENT))
+    segment: Mapping[str, Any] = field(default_factory=FIRST.mark)
     """Segment of the run that it was made in: `number`, `start_step`, `start_offset` (samples), `reason`."""
     skipped: tuple[Skip, ...] = ()
     """Global batches that the run left out of its order; none in manifests older than this field."""
@@ -158,11 +158,9 @@ class Manifest:
         for name in ("guard", "metrics", "versions"):
             _require_type(name, getattr(self, name), (Mapping,))
         _require_type("segment", self.segment, (Mapping,))
-        for name in _FIRST_SEGMENT:
-            if name not in self.segment:
-                raise ValueError(f"segment.{name} is missing")
-            check = _require_count if name != "reason" else _require_word
-            check(f"segment.{name}", self.segment[name])
+        if missing := FIRST.mark().keys() - self.segment.keys():
+            raise ValueError(f"segment.{min(missing)} is missing")
+        Segment.from_json(self.segment)
         _require_type("bitwise_comparable", self.bitwise_comparable, (bool,))
         _require_type("committed_at", self.committed_at, (int, float))
         for name, value in self.metrics.items():
@@ -633,10 +631,6 @@ def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         expected = " or ".join(kind.__name__ for kind in types)
         raise ValueError(f"{name} is {value!r}, must be {expected}")
-
-
-def _require_word(name: str, value: object) -> None:
-    _require_type(name, value, (str,))
 
 
 def _require_count(name: str, value: object) -> None:

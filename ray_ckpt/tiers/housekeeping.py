@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, MANIFEST_NAME, Manifest, read_manifest
@@ -17,9 +17,9 @@ from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import ConfigError, ManifestError, SignatureError, StorageError
 from ray_ckpt.tiers.collect import Gate, Outcome, collect, mend
-from ray_ckpt.tiers.retention import Record, Verdict, plan, to_read_back
+from ray_ckpt.tiers.retention import Verdict, plan, to_read_back
 from ray_ckpt.tiers.rules import Rules
-from ray_ckpt.tiers.stock import Stock, judge_orphans, take_stock
+from ray_ckpt.tiers.stock import Passed, Stock, judge_orphans, take_stock
 
 ReadBack = Callable[[Path], list[Fault]]
 Verify = Callable[[Path, Manifest], list[Fault]]
@@ -52,7 +52,7 @@ class Round:
     in_use: Mapping[str, str]
     read_back: ReadBack | None
     gate: Gate
-    passed: Callable[[Record], str | None] = lambda record: None
+    passed: Passed = lambda entry: None
     delete: bool = True
 
 
@@ -95,8 +95,7 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
         raise ConfigError(problem)  # what is there cannot be told from what is not
     if task.delete:
         mend(task.run_dir)
-    stock = take_stock(task.run_dir, verified=task.verified, in_use=task.in_use)
-    stock = replace(stock, records=tuple(_judged(record, task) for record in stock.records))
+    stock = take_stock(task.run_dir, verified=task.verified, in_use=task.in_use, passed=task.passed)
     policies, limit = task.rules.policies(), task.rules.quarantined
     to_read = to_read_back(stock.records, policies, quarantined=limit)
     if to_read and task.read_back is not None:
@@ -127,14 +126,6 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
         to_read=to_read,
         outcomes=tuple(outcomes),
     )
-
-
-def _judged(record: Record, task: Round) -> Record:
-    """A record that says that the run cannot use it: it must not stand in for one that it can."""
-    if not record.usable:
-        return record  # of what is not judged nothing is known, not even its course
-    why = task.passed(record)
-    return replace(record, quarantined=why) if why else record
 
 
 def read_back(folder: Path, verify: Verify = verify_files) -> list[Fault]:

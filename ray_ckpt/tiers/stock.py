@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ray_ckpt.checkpoint.manifest import NO_MANIFEST, CheckpointEntry, list_checkpoints
@@ -15,6 +15,8 @@ from ray_ckpt.errors import StorageError
 from ray_ckpt.tiers.collect import LEAVING_NAME
 from ray_ckpt.tiers.pins import Pin, read_pins
 from ray_ckpt.tiers.retention import Record, Verdict
+
+Passed = Callable[[CheckpointEntry], str | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +54,11 @@ class Stock:
 
 
 def take_stock(
-    run_dir: Path, *, verified: AbstractSet[str], in_use: Mapping[str, str] | None = None
+    run_dir: Path,
+    *,
+    verified: AbstractSet[str],
+    in_use: Mapping[str, str] | None = None,
+    passed: Passed = lambda entry: None,
 ) -> Stock:
     """Looks at every checkpoint folder of a run; reads small files only and changes nothing.
 
@@ -60,11 +66,12 @@ def take_stock(
         run_dir: the run's folder.
         verified: names of the checkpoints whose bytes were read and compared.
         in_use: name to what it is used for, in words.
+        passed: why a checkpoint, although it is whole, is never restored; None when it may be.
 
     Raises:
         StorageError: the folder cannot be listed.
     """
-    return stock_of(list_checkpoints(run_dir), verified=verified, in_use=in_use)
+    return stock_of(list_checkpoints(run_dir), verified=verified, in_use=in_use, passed=passed)
 
 
 def stock_of(
@@ -72,6 +79,7 @@ def stock_of(
     *,
     verified: AbstractSet[str],
     in_use: Mapping[str, str] | None = None,
+    passed: Passed = lambda entry: None,
 ) -> Stock:
     """The same for a listing that is there already."""
     records, orphans, pins = [], [], {}
@@ -90,7 +98,11 @@ def stock_of(
             orphans.append(_orphan(entry, pinned, half))
         else:
             use = (in_use or {}).get(name, "")
-            records.append(_record(entry, pinned, name in verified, use))
+            record = _record(entry, pinned, name in verified, use)
+            # Of what is not judged nothing is known, not even its course. What the run cannot use must not stand
+            # in for what it can.
+            why = passed(entry) if record.usable else None
+            records.append(replace(record, quarantined=why) if why else record)
     return Stock(records=tuple(records), orphans=tuple(orphans), pins=pins)
 
 

@@ -69,7 +69,7 @@ from ray_ckpt.tracker.records import (
     Verdict,
 )
 from ray_ckpt.tracker.refused import refuse, set_aside
-from ray_ckpt.tracker.rollback import LEFT, Remedy, choose, gives_up, left, remedy
+from ray_ckpt.tracker.rollback import Remedy, choose, gives_up, left, passed_over, remedy
 from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.shelf import (
     discard,
@@ -351,7 +351,7 @@ class TrackerCore:
         Args:
             generation: of the writer.
             save: ``step, samples, tokens, world_size, files [{path, bytes, checksum}], stall_s,
-                upload_s, metrics, guard, error, bitwise_comparable``.
+                upload_s, metrics, guard, error, bitwise_comparable, skipped``.
 
         Returns:
             Whether the checkpoint is committed.
@@ -670,8 +670,7 @@ class TrackerCore:
 
     def _passed(self, entries: list[CheckpointEntry]) -> dict[str, str]:
         """Usable checkpoints that are passed over just now, and why."""
-        others = {entry.folder.name: LEFT for entry in entries if left(entry, self.memory.left)}
-        return {**others, **self._unreadable}
+        return {**passed_over(entries, self.memory.left), **self._unreadable}
 
     def _decide(self) -> None:
         decision = self._pace.decide(self.memory)

@@ -65,6 +65,11 @@ def left(entry: Place, courses: Iterable[Course]) -> bool:
     return any(course.has(entry) for course in courses)
 
 
+def passed_over(entries: Iterable[CheckpointEntry], courses: Sequence[Course]) -> dict[str, str]:
+    """Checkpoints on courses that the run has left: name to why they are never restored."""
+    return {entry.folder.name: LEFT for entry in entries if left(entry, courses)}
+
+
 def passed(courses: Iterable[Course]) -> Callable[[Place], str | None]:
     """For whoever keeps and deletes: why a checkpoint is never restored, although it is whole."""
     found = tuple(courses)  # as it is now: who asks may ask from another thread

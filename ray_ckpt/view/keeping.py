@@ -12,7 +12,8 @@ from ray_ckpt.tiers.retention import plan
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stock import stock_of
 from ray_ckpt.tracker.memory import RunMemory
-from ray_ckpt.view.runs import recall
+from ray_ckpt.tracker.recall import recall
+from ray_ckpt.tracker.rollback import passed
 
 
 def recorded_rules(memory: RunMemory) -> Rules:
@@ -33,7 +34,7 @@ class Keeping:
 
     def __init__(self, run: Path, entries: Sequence[CheckpointEntry]) -> None:
         memory = recall(run)
-        stock = stock_of(entries, verified=memory.verified)
+        stock = stock_of(entries, verified=memory.verified, passed=passed(memory.left))
         rules = recorded_rules(memory)
         verdicts = plan(stock.records, rules.policies(), quarantined=rules.quarantined)
         self._verdicts = {verdict.name: verdict for verdict in verdicts}

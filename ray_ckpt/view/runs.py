@@ -10,7 +10,6 @@ from pathlib import Path
 from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, CheckpointEntry
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
-from ray_ckpt.tracker.memory import RunMemory
 
 _STEP = re.compile(r"(?:step-)?([0-9]{1,18})(?:-g([0-9]{1,9}))?")
 _NAMES_SHOWN = 10
@@ -72,15 +71,6 @@ def verified_times(run: Path) -> dict[str, float]:
         if isinstance(name, str) and isinstance(time_s, int | float):
             times[name] = max(time_s, times.get(name, time_s))
     return times
-
-
-def recall(run: Path) -> RunMemory:
-    """What the run's journal tells; events that say less than they should are passed over."""
-    memory = RunMemory()
-    for event in read_lines(run / JOURNAL_NAME):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            memory.apply(event)
-    return memory
 
 
 def _is_run(folder: Path) -> bool:

@@ -158,6 +158,44 @@ def test_a_node_without_memory_for_saving_is_refused_on_all_ranks(folder: Path) 
     assert "saving takes" in messages[0]
 
 
+class _Late:
+    """State that one rank alone makes, in its first step: as an optimizer does where other shards are empty."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.tensors)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors = dict(state)
+
+
+def _train_with_late_state(rank: int, world: int, config: Any) -> int:
+    session, state, model = open_session(rank, config)
+    late = _Late(rank)
+    state.register("late", late, per_rank=True)
+    session.restore(state)
+    for batch in session.batches():
+        for micro in batch:
+            batch.backward(micro, model(micro.tokens[:, :-1]).square().mean())
+        if rank == 1:
+            late.tensors = {"made": torch.ones(1000)}
+        state.optimizer.step()
+        session.step_end(lr=0.1)
+        session._saver.wait(60)
+    session.close()
+    return int(session._prepared_bytes)
+
+
+def test_state_that_one_rank_makes_in_its_first_step_holds_up_nobody(folder: Path) -> None:
+    config = make_config(folder, steps=3, workers="2")
+    first, second = run_world(_train_with_late_state, 2, config)
+    assert second >= first + 4000, "its buffers were not made"
+    assert [entry.step for entry in usable(list_checkpoints(config.run_dir))] == [3]
+
+
 def _save_often(rank: int, world: int, config: Any) -> list[int]:
     session, state, _ = open_session(rank, config)
     session.restore(state)

@@ -110,8 +110,17 @@ manifests = st.builds(
     data_fingerprint=plain,
     versions=st.dictionaries(plain, plain, max_size=3),
     bitwise_comparable=st.booleans(),
-    segment=st.fixed_dictionaries(
-        {"number": counts, "start_step": counts, "start_offset": counts, "reason": plain}
+    segment=st.builds(
+        lambda number, step, offset, reason: Segment(
+            number=number,
+            start_step=step if number else 0,
+            start_offset=offset if number else 0,
+            reason=reason,
+        ).mark(),
+        st.integers(0, 3),
+        counts,
+        counts,
+        plain,
     ),
 )
 
@@ -206,9 +215,9 @@ def test_any_half_written_manifest_is_found(tmp_path):
         ({"bitwise_comparable": 1}, "bitwise_comparable is 1"),
         ({"segment": 1}, "segment is 1"),
         ({"segment": {}}, "segment.number is missing"),
-        ({"segment": {**Segment().mark(), "start_step": -1}}, "segment.start_step is -1"),
-        ({"segment": {**Segment().mark(), "number": True}}, "segment.number is True"),
-        ({"segment": {**Segment().mark(), "reason": None}}, "segment.reason is None"),
+        ({"segment": {**Segment().mark(), "start_step": -1}}, "start_step of a segment is -1"),
+        ({"segment": {**Segment().mark(), "number": True}}, "number of a segment is True"),
+        ({"segment": {**Segment().mark(), "reason": None}}, "reason or options of segment 0"),
         ({"checksum_algorithm": "crc32"}, "checksum_algorithm is 'crc32'"),
         ({"schema": 2}, "schema is 2, this version reads 1"),
         ({"schema": True}, "schema is True"),

@@ -18,6 +18,9 @@ from ray_ckpt.checkpoint import manifest as manifest_module
 from ray_ckpt.checkpoint.guard import BadTensor, GuardRule, Scan, report, with_step
 from ray_ckpt.checkpoint.manifest import list_checkpoints, read_manifest, read_quarantine_note
 from ray_ckpt.skips import Skip
+from ray_ckpt.tiers.rules import Rules
+from ray_ckpt.tracker.rollback import LEFT
+from ray_ckpt.view.keeping import Keeping
 from ray_ckpt.view.story import tell
 
 
@@ -178,6 +181,24 @@ def to_trouble(run: Run, stop: int, bad_step: int | None = None) -> Any:
     assert again == remedy, "the answer to the first call may be lost"
     run.core.interruption("worker_error", "RollbackError", group=f"group {run.generation}")
     return remedy
+
+
+def test_what_a_rollback_left_never_stands_in_for_what_the_run_goes_back_to(tmp_path):
+    """Whole and newer, and of no use: neither who deletes nor who explains may count it as the newest."""
+    run = guarded(tmp_path / "demo", on_nonfinite="rollback")
+    run.begin()
+    to_trouble(run, 17, bad_step=12)
+    run.core.unpin("step-00000010-g1")  # so that the rules alone decide
+    run.options = replace(run.options, retention=Rules(keep_newest=1, quarantined=1))
+    run.open()
+    assert run.begin().plan.name == "step-00000010-g1"
+    run.core.restored(run.generation, 10, 0.1, "step-00000010-g1", "")
+    run.core._keeper.after_save()
+    steps = {e.step: e for e in list_checkpoints(run.dir)}
+    assert sorted(steps) == [10, 15]
+    kept = Keeping(run.dir, list_checkpoints(run.dir))
+    assert "the newest" in kept.of("step-00000010-g1")["kept"]
+    assert all(LEFT in reason for reason in kept.of("step-00000015-g1")["kept"])
 
 
 def test_each_rollback_in_a_row_goes_one_checkpoint_further_back_and_the_row_has_an_end(tmp_path):

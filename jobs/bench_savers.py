@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, Manifest, checkpoint_name, write_manifest
+from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
 from ray_ckpt.checkpoint.restore import load, verify_together
 from ray_ckpt.checkpoint.restore import with_rng as with_generators
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
@@ -220,7 +221,7 @@ class Ours:
 
 def restore_committed(state: TrainState, folder: Path, group: dist.ProcessGroup) -> None:
     """Verifies every byte with all ranks, then loads."""
-    from ray_ckpt.checkpoint.manifest import list_checkpoints, usable
+    from ray_ckpt.checkpoint.listing import list_checkpoints, usable
 
     entry = usable(list_checkpoints(folder))[0]
     assert entry.manifest is not None

@@ -17,13 +17,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
-    CheckpointEntry,
-    list_checkpoints,
-    read_quarantine_note,
-    usable,
-)
+from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints, usable
+from ray_ckpt.checkpoint.names import MANIFEST_NAME
+from ray_ckpt.checkpoint.quarantine import read_quarantine_note
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.cli_retention import add_retention_commands
 from ray_ckpt.errors import ConfigError, RayCkptError

@@ -18,7 +18,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.checkpoint.manifest import list_checkpoints, parse_checkpoint_name
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.tiers import pins

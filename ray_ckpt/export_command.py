@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import list_checkpoints
+from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.view.human import human_bytes, human_count
 from ray_ckpt.view.runs import find_run, pick
 from ray_ckpt.view.tables import printable

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.checkpoint.manifest import list_checkpoints
+from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import list_checkpoints
+from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.tracker.identity import read_record

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, checkpoint_name
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
 
 
 class Reporter:

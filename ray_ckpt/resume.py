@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import load, verify_together
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RestoreError

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ray_ckpt.checkpoint.manifest import list_checkpoints, usable
+from ray_ckpt.checkpoint.listing import list_checkpoints, usable
 from ray_ckpt.checkpoint.signature import take
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data, parse_sources

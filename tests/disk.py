@@ -7,13 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    checkpoint_name,
-    list_checkpoints,
-    write_manifest,
-)
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from ray_ckpt.checkpoint.names import checkpoint_name
 from ray_ckpt.checkpoint.verify import hash_file, verify_files
 
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir", "os.listdir"}

@@ -27,8 +27,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, CheckpointEntry, Manifest
+from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.mapped import PlainReader
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import read_entries
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import ConfigError, RestoreError, StorageError, WeightsError

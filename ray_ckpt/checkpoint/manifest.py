@@ -15,52 +15,39 @@ What a manifest cannot prove is that the bytes it names are still good: that is 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
-import os
 import re
-import secrets
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
 from ray_ckpt.checkpoint import signature
-from ray_ckpt.checkpoint.paths import NotPlainFileError, folded, path_fault, read_plain
+from ray_ckpt.checkpoint.names import (
+    LINKED,
+    MANIFEST_NAME,
+    checkpoint_name,
+    is_record,
+)
+from ray_ckpt.checkpoint.paths import folded, path_fault
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE, Keys
+from ray_ckpt.checkpoint.storing import read_bytes, without_nonfinite, write_atomically
 from ray_ckpt.errors import ManifestError, SignatureError, StorageError
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
 
-MANIFEST_NAME = "COMMITTED.json"
-QUARANTINE_NAME = "QUARANTINED.json"
-PINS_NAME = "PINNED.json"
-# What the package itself writes beside the files of a checkpoint: never one of them, never a stray.
-RECORD_NAMES = (MANIFEST_NAME, QUARANTINE_NAME, PINS_NAME)
-CHECKPOINTS_DIR = "checkpoints"
 SCHEMA = 1
 CHECKSUM_ALGORITHM = "xxh3_128"
-NO_MANIFEST = "no manifest"
-_LINKED = "the checkpoint's folder is a link; copy the checkpoint instead"
-GUARD = "guard"
 
-_NAME = re.compile(r"step-([0-9]{8,})-g([0-9]+)")
 _HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
 _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE_KEY = b'"manifest_signature": "'
 _SIGNATURE_TAIL = re.compile(_SIGNATURE_KEY + b'([0-9a-f]{64})",\n \\Z')
 _SEAL_KEY = b'"manifest_checksum": "'
 _SEAL_END = b'"\n}\n'
-_READ_PAUSES_S = (0.05, 0.2)  # waits between tries: a flaky read is retried, a broken disk is told
-
-_T = TypeVar("_T")
-
-# Names that differ in case alone are one file on some file systems.
-_FOLDED_RECORDS = frozenset(folded(name) for name in RECORD_NAMES)
 
 # Fields that manifests of this schema have not always had: where one lacks, its default holds.
 _ADDED = frozenset({"segment", "skipped"})
@@ -201,7 +188,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The document that is stored, without its checksum."""
-        plain: dict[str, Any] = _without_nonfinite(asdict(self))
+        plain: dict[str, Any] = without_nonfinite(asdict(self))
         for entry in plain["files"]:
             if entry["sha256"] is None:
                 del entry["sha256"]
@@ -228,63 +215,6 @@ class Manifest:
             _require_type("skipped", values["skipped"], (list,))
             values["skipped"] = tuple(_skip(item) for item in values["skipped"])
         return cls(**values)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointEntry:
-    """One checkpoint folder as a cheap listing sees it; its bytes have not been read.
-
-    Attributes:
-        folder: where it is.
-        step: from the folder's name.
-        generation: from the folder's name.
-        manifest: None when there is none or it cannot be used.
-        fault: None when committed; "no manifest" when never committed; else what is wrong.
-        quarantined: the reason, when the checkpoint was found bad and must not be used.
-        unreadable: storage failed while looking. The checkpoint may be perfectly good: it is not
-            usable now, but nothing may be quarantined or deleted on such a fault.
-        mistrusted: its manifest is whole, and not signed with a key in use. Counts as unreadable too: the
-            key may be the wrong one.
-    """
-
-    folder: Path
-    step: int
-    generation: int
-    manifest: Manifest | None
-    fault: str | None
-    quarantined: str | None = None
-    unreadable: bool = False
-    mistrusted: bool = False
-
-    @property
-    def usable(self) -> bool:
-        """Committed and not quarantined."""
-        return self.manifest is not None and self.quarantined is None
-
-    @property
-    def committed(self) -> bool:
-        """A manifest is there, good or damaged: somebody once promised this checkpoint."""
-        return self.fault != NO_MANIFEST
-
-
-def is_record(path: str) -> bool:
-    """Whether a path in a checkpoint is, on some file system, that of one of the package's own records."""
-    return folded(path) in _FOLDED_RECORDS
-
-
-def checkpoint_name(step: int, generation: int) -> str:
-    """Folder name of a checkpoint; names of one run sort by step."""
-    return f"step-{step:08d}-g{generation}"
-
-
-def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
-    """(step, generation) of a checkpoint folder's name, None for any other name."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    step, generation = int(match[1]), int(match[2])
-    # "step-000000012-g03" would be a second spelling of one checkpoint.
-    return (step, generation) if checkpoint_name(step, generation) == name else None
 
 
 def encode_manifest(document: Mapping[str, Any], keys: Keys | None = None) -> bytes:
@@ -314,7 +244,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     path = folder / MANIFEST_NAME
     keys = signature.active()
     if folder.is_symlink():
-        raise ManifestError(path, _LINKED)
+        raise ManifestError(path, LINKED)
     if keys is not None and (bare := _without_sha256(manifest)):
         raise ManifestError(path, f"cannot be signed: {bare!r} has no SHA-256")
     if folder.name != manifest.name:
@@ -366,186 +296,6 @@ def read_manifest(folder: Path, *, check_signature: bool = True) -> Manifest:
     if keys is not None and (bare := _without_sha256(manifest)):
         raise SignatureError(path, f"its signature does not cover the content of {bare!r}")
     return manifest
-
-
-def list_checkpoints(run_dir: Path) -> list[CheckpointEntry]:
-    """All checkpoint folders of a run, newest first (by step, then generation).
-
-    Cheap: reads one small file per checkpoint. A run without checkpoints gives an empty list.
-    Callers that find nothing `usable` must look at `committed` before they start from zero: a
-    damaged or unreadable manifest is not an absence.
-
-    Raises:
-        StorageError: the folder of checkpoints cannot be listed.
-    """
-    root = run_dir / CHECKPOINTS_DIR
-    names = _retry(f"cannot list {root}", lambda: [item.name for item in root.iterdir()])
-    found = []
-    for name in names or ():
-        key = parse_checkpoint_name(name)
-        if key is not None and (entry := _look_at(root / name, *key)) is not None:
-            found.append(entry)
-    return sorted(found, key=lambda e: (e.step, e.generation), reverse=True)
-
-
-def usable(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
-    """Those that may be offered for a restore (after `verify_files`), in the same order."""
-    return [entry for entry in entries if entry.usable]
-
-
-def write_quarantine(
-    folder: Path,
-    reason: str,
-    *,
-    time_s: float,
-    findings: list[dict[str, Any]] | None = None,
-    by: str = "",
-    facts: Mapping[str, Any] | None = None,
-) -> None:
-    """Marks a checkpoint as bad for good; the first reason stays.
-
-    Args:
-        folder: the checkpoint.
-        reason: one sentence.
-        time_s: now, seconds since the epoch.
-        findings: details, such as `[{"path": ..., "fault": ...}]`.
-        by: who found it; `GUARD` for a checkpoint that was therefore never committed.
-        facts: what else the note says.
-
-    Raises:
-        ManifestError: the folder is a link, and the mark would be somewhere else.
-        StorageError: the disk refused; the checkpoint is still offered.
-    """
-    path = folder / QUARANTINE_NAME
-    if folder.is_symlink():
-        raise ManifestError(path, _LINKED)
-    if read_quarantine_note(folder) is not None:
-        return
-    note = {"time": time_s, "reason": reason, "findings": findings or [], **(facts or {})}
-    if by:
-        note["by"] = by
-    write_atomically(path, json.dumps(_without_nonfinite(note), indent=1).encode() + b"\n")
-
-
-def read_quarantine(folder: Path) -> str | None:
-    """Why a checkpoint is quarantined, None when it is not.
-
-    Raises:
-        StorageError: storage failed; whether it is quarantined is not known.
-    """
-    note = read_quarantine_note(folder)
-    return None if note is None else str(note["reason"])
-
-
-def read_quarantine_note(folder: Path) -> dict[str, Any] | None:
-    """All that a quarantine says, `reason` at least; None when there is none.
-
-    Raises:
-        StorageError: storage failed; whether it is quarantined is not known.
-    """
-    try:
-        data = read_bytes(folder / QUARANTINE_NAME)
-        if data is None:
-            return None
-        note = json.loads(data)
-        return {**note, "reason": str(note["reason"])}
-    except (ManifestError, ValueError, KeyError, TypeError):
-        # Somebody wanted this checkpoint out of use; a damaged note does not bring it back.
-        return {"reason": f"{QUARANTINE_NAME} is there but damaged"}
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Puts a file in place so that a reader sees all of it or nothing, also after a power cut.
-
-    Raises:
-        StorageError: the disk refused. A reader sees the old file or the new one, whole, but a
-            power cut may still choose between them.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        # Without these a power cut may forget the new name, or the folder that holds it.
-        sync_folder(path.parent)
-        sync_folder(path.parent.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise StorageError(
-            f"cannot write {path}: {error}. Free space or mend access to the storage, then retry."
-        ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts the names in a folder on the disk for good.
-
-    Raises:
-        OSError: the disk refused.
-    """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        # Some network file systems have no such call for folders, and need none.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
-
-
-def _retry(what: str, action: Callable[[], _T]) -> _T | None:
-    """Runs a read; None when there is no such file, StorageError when it keeps failing."""
-    for pause_s in (*_READ_PAUSES_S, None):
-        try:
-            return action()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            if pause_s is None:
-                raise StorageError(
-                    f"{what}: {error} ({len(_READ_PAUSES_S) + 1} tries). An error is not an "
-                    "absence: mend access to the storage, then retry."
-                ) from error
-            time.sleep(pause_s)
-    raise AssertionError("the last try returns or raises")
-
-
-def read_bytes(path: Path) -> bytes | None:
-    """Content of a plain file, None when there is none; a flaky read is tried again.
-
-    Raises:
-        ManifestError: it is a link, a pipe or a folder.
-        StorageError: it cannot be read, which does not mean that it is not there.
-    """
-    try:
-        return _retry(f"cannot read {path}", lambda: read_plain(path))
-    except NotPlainFileError as error:
-        raise ManifestError(path, "not a regular file") from error
-
-
-def _look_at(folder: Path, step: int, generation: int) -> CheckpointEntry | None:
-    """One line of the listing; None when the folder was deleted meanwhile or is not a folder."""
-    manifest, fault, quarantined, unreadable, mistrusted = None, None, None, False, False
-    if folder.is_symlink():
-        # Whatever is done to it would be done elsewhere: neither read, nor quarantined, nor deleted.
-        return CheckpointEntry(folder, step, generation, None, _LINKED, unreadable=True)
-    try:
-        quarantined = read_quarantine(folder)
-        manifest = read_manifest(folder)
-    except SignatureError as error:
-        fault, unreadable, mistrusted = error.fault, True, True
-    except ManifestError as error:
-        if not folder.is_dir():
-            return None
-        fault = NO_MANIFEST if error.fault == "missing" else error.fault
-    except StorageError as error:
-        fault, unreadable = f"unreadable: {error}", True
-    return CheckpointEntry(
-        folder, step, generation, manifest, fault, quarantined, unreadable, mistrusted
-    )
 
 
 def _decode(data: bytes) -> dict[str, Any]:
@@ -612,17 +362,6 @@ def _number(name: str, value: object) -> float:
         return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"metrics.{name} is {value!r}, must be a number")
-    return value
-
-
-def _without_nonfinite(value: Any) -> Any:
-    """Copies a JSON value with NaN and infinities as the strings "nan", "inf", "-inf"."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _without_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nonfinite(item) for item in value]
     return value
 
 

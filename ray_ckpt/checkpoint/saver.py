@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ray_ckpt.checkpoint.guard import Scan, report
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, FileEntry, checkpoint_name
+from ray_ckpt.checkpoint.manifest import FileEntry
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
 from ray_ckpt.checkpoint.staging import StagedCopy, Stager
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 

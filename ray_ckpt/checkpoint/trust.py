@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ray_ckpt.checkpoint import signature
-from ray_ckpt.checkpoint.manifest import list_checkpoints
+from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE
 
 

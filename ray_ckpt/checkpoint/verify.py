@@ -17,7 +17,8 @@ from typing import Any
 
 import xxhash
 
-from ray_ckpt.checkpoint.manifest import RECORD_NAMES, FileEntry, Manifest
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest
+from ray_ckpt.checkpoint.names import RECORD_NAMES
 from ray_ckpt.checkpoint.paths import NotPlainFileError, behind_link, open_plain
 
 _CHUNK_BYTES = 4 << 20  # large enough for full disk speed, small beside a training process

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ray_ckpt.checkpoint.manifest import list_checkpoints, usable
+from ray_ckpt.checkpoint.listing import list_checkpoints, usable
 from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError, RayCkptError
 from ray_ckpt.facts import versions

@@ -19,12 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import (
-    CHECKPOINTS_DIR,
-    MANIFEST_NAME,
-    parse_checkpoint_name,
-    sync_folder,
-)
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME, parse_checkpoint_name
+from ray_ckpt.checkpoint.storing import sync_folder
 from ray_ckpt.errors import StaleGenerationError, StorageError
 from ray_ckpt.tiers.pins import read_pins
 from ray_ckpt.tiers.retention import Verdict

@@ -12,7 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, MANIFEST_NAME, Manifest, read_manifest
+from ray_ckpt.checkpoint.manifest import Manifest, read_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import ConfigError, ManifestError, SignatureError, StorageError

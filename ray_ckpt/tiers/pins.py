@@ -19,13 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
-    PINS_NAME,
-    read_bytes,
-    sync_folder,
-    write_atomically,
-)
+from ray_ckpt.checkpoint.names import MANIFEST_NAME, PINS_NAME
+from ray_ckpt.checkpoint.storing import read_bytes, sync_folder, write_atomically
 from ray_ckpt.errors import ConfigError, ManifestError, StorageError
 
 DAMAGED = f"{PINS_NAME} is there but damaged"

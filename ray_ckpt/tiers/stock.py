@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import NO_MANIFEST, CheckpointEntry, list_checkpoints
+from ray_ckpt.checkpoint.listing import NO_MANIFEST, CheckpointEntry, list_checkpoints
 from ray_ckpt.errors import StorageError
 from ray_ckpt.tiers.collect import LEAVING_NAME
 from ray_ckpt.tiers.pins import Pin, read_pins

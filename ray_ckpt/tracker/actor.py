@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_ckpt.checkpoint.manifest import checkpoint_name
+from ray_ckpt.checkpoint.names import checkpoint_name
 from ray_ckpt.checkpoint.signature import Keys, active, install
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.ray_private import session_logs_dir

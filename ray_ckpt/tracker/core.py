@@ -21,18 +21,10 @@ from typing import Any
 
 from ray_ckpt.checkpoint import signature
 from ray_ckpt.checkpoint.guard import is_nonfinite, judge
-from ray_ckpt.checkpoint.manifest import (
-    CHECKPOINTS_DIR,
-    GUARD,
-    CheckpointEntry,
-    Manifest,
-    checkpoint_name,
-    list_checkpoints,
-    parse_checkpoint_name,
-    usable,
-    write_manifest,
-    write_quarantine,
-)
+from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints, usable
+from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name, parse_checkpoint_name
+from ray_ckpt.checkpoint.quarantine import GUARD, write_quarantine
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import (

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from ray_ckpt.checkpoint.manifest import write_atomically
+from ray_ckpt.checkpoint.storing import write_atomically
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.segment import OPTIONS, Segment, differences
 

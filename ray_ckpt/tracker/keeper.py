@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, parse_checkpoint_name
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, parse_checkpoint_name
 from ray_ckpt.errors import ConfigError, StaleGenerationError, StorageError
 from ray_ckpt.tiers import pins
 from ray_ckpt.tiers.collect import Gate

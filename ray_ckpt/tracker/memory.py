@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ray_ckpt.checkpoint.manifest import GUARD
+from ray_ckpt.checkpoint.quarantine import GUARD
 from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.rollback import Course
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint.guard import reason
-from ray_ckpt.checkpoint.manifest import GUARD, write_quarantine
+from ray_ckpt.checkpoint.quarantine import GUARD, write_quarantine
 from ray_ckpt.errors import ManifestError, StorageError, UnsaneStateError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ray_ckpt.checkpoint.guard import GuardRule, OnNonfinite
-from ray_ckpt.checkpoint.manifest import CheckpointEntry
+from ray_ckpt.checkpoint.listing import CheckpointEntry
 
 LEFT = "the run was rolled back to before it"
 

@@ -9,15 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ray_ckpt.checkpoint.manifest import (
-    CHECKPOINTS_DIR,
-    MANIFEST_NAME,
-    CheckpointEntry,
-    FileEntry,
-    Manifest,
-    read_manifest,
-    usable,
-)
+from ray_ckpt.checkpoint.listing import CheckpointEntry, usable
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME
 from ray_ckpt.errors import ManifestError, RestoreError
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip

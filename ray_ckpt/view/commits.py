@@ -12,7 +12,8 @@ from typing import Any
 
 import ray
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, MANIFEST_NAME, read_manifest
+from ray_ckpt.checkpoint.manifest import read_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import ManifestError, StorageError
 from ray_ckpt.tiers.housekeeping import read_back

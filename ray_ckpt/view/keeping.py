@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.checkpoint.manifest import CheckpointEntry
+from ray_ckpt.checkpoint.listing import CheckpointEntry
 from ray_ckpt.tiers.retention import plan
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stock import stock_of

@@ -7,7 +7,8 @@ import difflib
 import re
 from pathlib import Path
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, CheckpointEntry
+from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
 

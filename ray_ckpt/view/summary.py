@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, usable
+from ray_ckpt.checkpoint.listing import list_checkpoints, usable
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.view.human import human_bytes, human_duration

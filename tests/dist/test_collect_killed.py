@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from disk import add_checkpoint, at_every_touch, whole
 
-from ray_ckpt.checkpoint.manifest import checkpoint_name, list_checkpoints, write_quarantine
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.names import checkpoint_name
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.tiers import pins
 from ray_ckpt.tiers.collect import Gate, collect

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from worlds import events, history, make_config, make_data, run_world, train
 
-from ray_ckpt.checkpoint.manifest import MANIFEST_NAME, list_checkpoints, read_manifest
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.manifest import read_manifest
+from ray_ckpt.checkpoint.names import MANIFEST_NAME
 
 pytestmark = pytest.mark.dist
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from test_resume import digests, expected_digests
 from worlds import events, history, make_config, make_data, open_session, run_world, train
 
-from ray_ckpt.checkpoint.manifest import list_checkpoints, read_manifest, usable
+from ray_ckpt.checkpoint.listing import list_checkpoints, usable
+from ray_ckpt.checkpoint.manifest import read_manifest
 from ray_ckpt.config import GuardConfig
 from ray_ckpt.errors import NonfiniteError, RollbackError
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from worlds import events, history, make_config, make_data, open_session, run_world, train
 
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, list_checkpoints, read_manifest, usable
+from ray_ckpt.checkpoint.listing import list_checkpoints, usable
+from ray_ckpt.checkpoint.manifest import read_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.config import PolicyConfig
 

@@ -12,7 +12,7 @@ import pytest
 from test_fallback import _flip, _shard
 from worlds import events, history, make_config, make_data, open_session, run_world, train
 
-from ray_ckpt.checkpoint.manifest import list_checkpoints
+from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.config import PolicyConfig
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import digest_samples

@@ -10,7 +10,8 @@ import pytest
 from worlds import events, make_config, make_data, run_world, train
 
 from ray_ckpt.checkpoint import signature
-from ray_ckpt.checkpoint.manifest import MANIFEST_NAME, list_checkpoints
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.names import MANIFEST_NAME
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE
 from ray_ckpt.checkpoint.verify import verify_files
 

@@ -25,7 +25,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from worlds import make_config, make_data, open_session, run_world, train
 
 from ray_ckpt.checkpoint.digest import state_digest
-from ray_ckpt.checkpoint.manifest import CHECKPOINTS_DIR, FileEntry, Manifest
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import load, with_rng
 from ray_ckpt.checkpoint.verify import hash_file
 from ray_ckpt.checkpoint.writer import ChecksumWriter

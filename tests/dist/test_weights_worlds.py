@@ -14,7 +14,7 @@ import torch
 from worlds import events, make_config, make_data, open_session, run_world, train
 
 from ray_ckpt.checkpoint.export import export_weights
-from ray_ckpt.checkpoint.manifest import list_checkpoints
+from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import check_run
 from ray_ckpt.state.weights import load_weights, weights_fingerprint
@@ -121,7 +121,8 @@ def _save_large(rank: int, world: int, run: Path, layers: int) -> None:
     """A committed checkpoint of ``layers`` matrices of 4 MiB."""
     import torch.distributed.checkpoint as dcp
 
-    from ray_ckpt.checkpoint.manifest import Manifest, checkpoint_name, write_manifest
+    from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+    from ray_ckpt.checkpoint.names import checkpoint_name
     from ray_ckpt.checkpoint.writer import ChecksumWriter
     from ray_ckpt.state.codec import encode
 

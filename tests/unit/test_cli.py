@@ -14,15 +14,10 @@ from typing import Any
 import pytest
 
 from ray_ckpt import cli
-from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    checkpoint_name,
-    list_checkpoints,
-    write_manifest,
-    write_quarantine,
-)
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from ray_ckpt.checkpoint.names import MANIFEST_NAME, checkpoint_name
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import hash_file
 
 LS_KEYS = {

@@ -12,7 +12,8 @@ import pytest
 from disk import add_checkpoint, whole
 
 from ray_ckpt import cli
-from ray_ckpt.checkpoint.manifest import checkpoint_name, write_quarantine
+from ray_ckpt.checkpoint.names import checkpoint_name
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.tiers import pins
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.journal import JOURNAL_NAME, JsonLines, read_lines

@@ -13,15 +13,11 @@ import pytest
 from disk import add_checkpoint, at_every_touch, whole
 
 from ray_ckpt.checkpoint import manifest as manifest_module
-from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
-    PINS_NAME,
-    FileEntry,
-    checkpoint_name,
-    list_checkpoints,
-    read_manifest,
-    write_quarantine,
-)
+from ray_ckpt.checkpoint import storing
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.manifest import FileEntry, read_manifest
+from ray_ckpt.checkpoint.names import MANIFEST_NAME, PINS_NAME, checkpoint_name
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import ConfigError, StaleGenerationError, StorageError
 from ray_ckpt.tiers import collect as module
@@ -35,8 +31,6 @@ from ray_ckpt.view.summary import snapshot_problem
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    monkeypatch.setattr(manifest_module, "_READ_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(pins, "_BACK_S", 0.0)
 
 
@@ -390,14 +384,14 @@ def test_a_damaged_pin_is_a_pin(run, damage):
 
 
 def test_pins_that_cannot_be_read_are_no_absence(run, monkeypatch):
-    real = manifest_module.read_plain
+    real = storing.read_plain
 
     def refuse(path: Path) -> bytes:
         if path.name == PINS_NAME and checkpoint_name(10, 1) in str(path):
             raise OSError(errno.EIO, "Input/output error")
         return real(path)
 
-    monkeypatch.setattr(manifest_module, "read_plain", refuse)
+    monkeypatch.setattr(storing, "read_plain", refuse)
     with pytest.raises(StorageError):
         pins.read_pins(folder(run, 10))
     found = tidy(run)

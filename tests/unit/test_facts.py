@@ -9,7 +9,7 @@ import pytest
 from test_catalog import config_of, make_data
 
 from ray_ckpt import trainer
-from ray_ckpt.checkpoint.manifest import MANIFEST_NAME, QUARANTINE_NAME
+from ray_ckpt.checkpoint.names import MANIFEST_NAME, QUARANTINE_NAME
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.facts import check_run, tracker_options

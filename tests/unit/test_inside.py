@@ -21,24 +21,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ray_ckpt.checkpoint import manifest as manifest_module
 from ray_ckpt.checkpoint.digest import checkpoint_digest
 from ray_ckpt.checkpoint.export import export_weights
+from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    encode_manifest,
+    read_manifest,
+    write_manifest,
+)
+from ray_ckpt.checkpoint.mapped import MappedReader, PlainReader
+from ray_ckpt.checkpoint.names import (
     MANIFEST_NAME,
     PINS_NAME,
     QUARANTINE_NAME,
     RECORD_NAMES,
-    FileEntry,
-    Manifest,
     checkpoint_name,
-    encode_manifest,
-    list_checkpoints,
-    read_manifest,
-    write_manifest,
-    write_quarantine,
 )
-from ray_ckpt.checkpoint.mapped import MappedReader, PlainReader
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import Fault, hash_file, verify_files
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 from ray_ckpt.errors import ConfigError, ManifestError, RayCkptError, RestoreError
@@ -53,12 +54,6 @@ from ray_ckpt.tracker.shelf import discard
 
 DIGEST = "0123456789abcdef" * 2
 _watched: list[tuple[Path, list[str]]] = []
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    monkeypatch.setattr(manifest_module, "_READ_PAUSES_S", (0.0, 0.0))
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:

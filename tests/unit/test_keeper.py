@@ -14,12 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tracker_core import OPTIONS, Run, without_exposure
 
-from ray_ckpt.checkpoint import manifest as manifest_module
-from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
-    checkpoint_name,
-    list_checkpoints,
-)
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.names import MANIFEST_NAME, checkpoint_name
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tiers import pins
@@ -37,8 +33,6 @@ KEEP_2 = dataclasses.replace(OPTIONS, retention=Rules(keep_newest=2))
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    monkeypatch.setattr(manifest_module, "_READ_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(pins, "_BACK_S", 0.0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import tempfile
 from dataclasses import replace
@@ -15,23 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ckpt.checkpoint import manifest as module
+from ray_ckpt.checkpoint import storing
+from ray_ckpt.checkpoint.listing import list_checkpoints, usable
 from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
-    QUARANTINE_NAME,
     FileEntry,
     Manifest,
-    checkpoint_name,
     encode_manifest,
-    list_checkpoints,
-    parse_checkpoint_name,
     read_manifest,
-    read_quarantine,
-    usable,
-    write_atomically,
     write_manifest,
-    write_quarantine,
+)
+from ray_ckpt.checkpoint.names import (
+    MANIFEST_NAME,
+    QUARANTINE_NAME,
+    checkpoint_name,
+    parse_checkpoint_name,
 )
 from ray_ckpt.checkpoint.paths import folded, path_fault
+from ray_ckpt.checkpoint.quarantine import read_quarantine, write_quarantine
+from ray_ckpt.checkpoint.storing import write_atomically
 from ray_ckpt.errors import ManifestError, StorageError
 from ray_ckpt.segment import Segment
 
@@ -70,11 +72,6 @@ def commit(run: Path, **changes: Any) -> Path:
     folder = folder_for(manifest, run)
     write_manifest(folder, manifest)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch):
-    monkeypatch.setattr(module, "_READ_PAUSES_S", (0.0, 0.0))
 
 
 counts = st.integers(min_value=0, max_value=2**62)
@@ -355,7 +352,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, stage):
 
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    monkeypatch.setattr(*((module.os, "fsync") if stage == "fsync" else (Path, "replace")), refuse)
+    monkeypatch.setattr(*((os, "fsync") if stage == "fsync" else (Path, "replace")), refuse)
     with pytest.raises(StorageError, match="No space left"):
         write_atomically(path, b"new")
     assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("file", b"old")]
@@ -368,7 +365,7 @@ def test_a_commit_that_failed_after_the_rename_is_taken_back(tmp_path, monkeypat
     manifest = make_manifest()
     folder = folder_for(manifest, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "sync_folder", refuse)
+        patch.setattr(storing, "sync_folder", refuse)
         with pytest.raises(StorageError, match="Input/output error"):
             write_manifest(folder, manifest)
     assert list(folder.iterdir()) == []
@@ -397,7 +394,7 @@ def test_a_writer_killed_before_the_rename_has_not_committed(tmp_path, monkeypat
 
 
 def failing_reads(monkeypatch, times: int) -> list[Path]:
-    real, tries = module.read_plain, []
+    real, tries = storing.read_plain, []
 
     def read_plain(path: Path) -> bytes:
         if path.name == MANIFEST_NAME:
@@ -406,7 +403,7 @@ def failing_reads(monkeypatch, times: int) -> list[Path]:
                 raise OSError(5, "Input/output error")
         return real(path)
 
-    monkeypatch.setattr(module, "read_plain", read_plain)
+    monkeypatch.setattr(storing, "read_plain", read_plain)
     return tries
 
 

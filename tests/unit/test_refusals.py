@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,15 @@ from hypothesis import strategies as st
 from test_tracker_core import OPTIONS, Run
 
 from ray_ckpt import cli
-from ray_ckpt.checkpoint import manifest as manifest_module
 from ray_ckpt.checkpoint.guard import BadTensor, GuardRule, Scan, report, with_step
-from ray_ckpt.checkpoint.manifest import list_checkpoints, read_manifest, read_quarantine_note
+from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.manifest import read_manifest
+from ray_ckpt.checkpoint.quarantine import read_quarantine_note
 from ray_ckpt.skips import Skip
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.rollback import LEFT
 from ray_ckpt.view.keeping import Keeping
 from ray_ckpt.view.story import tell
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    monkeypatch.setattr(manifest_module, "_READ_PAUSES_S", (0.0, 0.0))
 
 
 def guarded(folder: Path, quarantined: int = 3, **rule: Any) -> Run:

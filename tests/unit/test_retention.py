@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ray_ckpt.checkpoint.manifest import checkpoint_name
+from ray_ckpt.checkpoint.names import checkpoint_name
 from ray_ckpt.config import Config, RetentionConfig
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import tracker_options

@@ -20,17 +20,16 @@ from hypothesis import strategies as st
 from ray_ckpt import cli
 from ray_ckpt.checkpoint import signature
 from ray_ckpt.checkpoint import verify as verify_module
+from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
     FileEntry,
     Manifest,
-    checkpoint_name,
     encode_manifest,
-    list_checkpoints,
     read_manifest,
     write_manifest,
-    write_quarantine,
 )
+from ray_ckpt.checkpoint.names import MANIFEST_NAME, checkpoint_name
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE, Keys, parse_keys
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import ConfigError, ManifestError, RestoreError, SignatureError

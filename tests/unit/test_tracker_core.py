@@ -16,14 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ray_ckpt.checkpoint import manifest as manifest_module
-from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
-    QUARANTINE_NAME,
-    checkpoint_name,
-    list_checkpoints,
-    read_manifest,
-    usable,
-)
+from ray_ckpt.checkpoint.listing import list_checkpoints, usable
+from ray_ckpt.checkpoint.manifest import read_manifest
+from ray_ckpt.checkpoint.names import MANIFEST_NAME, QUARANTINE_NAME, checkpoint_name
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import RestoreError, StaleGenerationError, StorageError
 from ray_ckpt.policy.decision import IntervalLimits
@@ -35,11 +30,6 @@ from ray_ckpt.view.story import tell
 
 OPTIONS = TrackerOptions(limits=IntervalLimits(), prior_mtbf_s=3600.0)
 CONTENT = {".metadata": b"meta", "__0_0.distcp": b"0123456789", "rank/rng-0.json": b"{}"}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(manifest_module, "_READ_PAUSES_S", (0.0, 0.0))
 
 
 class Clock:

@@ -12,14 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ckpt.checkpoint import verify as module
-from ray_ckpt.checkpoint.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    read_manifest,
-    write_manifest,
-    write_quarantine,
-)
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
+from ray_ckpt.checkpoint.names import MANIFEST_NAME
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import Fault, hash_file, verify_files
 from ray_ckpt.errors import ManifestError
 

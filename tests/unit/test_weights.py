@@ -22,13 +22,9 @@ import ray_ckpt
 from ray_ckpt import cli
 from ray_ckpt.checkpoint import export as module
 from ray_ckpt.checkpoint.export import _split, export_weights
-from ray_ckpt.checkpoint.manifest import (
-    CheckpointEntry,
-    Manifest,
-    list_checkpoints,
-    write_manifest,
-    write_quarantine,
-)
+from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints
+from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 from ray_ckpt.config import Config

@@ -20,15 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint import signature
-from ray_ckpt.checkpoint.guard import is_nonfinite, judge
-from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints, usable
+from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints
 from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name, parse_checkpoint_name
-from ray_ckpt.checkpoint.quarantine import GUARD, write_quarantine
+from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import (
-    ConfigError,
     ManifestError,
     RestoreError,
     StaleGenerationError,
@@ -37,7 +35,7 @@ from ray_ckpt.errors import (
 )
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.segment import Segment
-from ray_ckpt.skips import Skip, skip_past
+from ray_ckpt.skips import Skip
 from ray_ckpt.tiers.housekeeping import ReadBack, read_back
 from ray_ckpt.tracker.aside import Aside
 from ray_ckpt.tracker.journal import (
@@ -60,8 +58,8 @@ from ray_ckpt.tracker.records import (
     TrackerOptions,
     Verdict,
 )
-from ray_ckpt.tracker.refused import refuse, set_aside
-from ray_ckpt.tracker.rollback import Remedy, choose, gives_up, left, passed_over, remedy
+from ray_ckpt.tracker.rollback import Remedy, passed_over
+from ray_ckpt.tracker.sanity import Sanity
 from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.shelf import (
     discard,
@@ -138,6 +136,14 @@ class TrackerCore:
             clock=clock,
             aside=aside,
             read=read,
+        )
+        self._sanity = Sanity(
+            run_dir=self._dir,
+            rule=options.guard,
+            memory=self.memory,
+            record=self._record,
+            keep=self._keeper.keep,
+            clock=clock,
         )
 
     def announce(self) -> None:
@@ -357,7 +363,8 @@ class TrackerCore:
         try:
             manifest, problem = self._place(folder, generation, save)
         except UnsaneStateError as error:
-            self._set_aside(folder, save, error)
+            self._sanity.set_aside(folder, save, error)
+            self._keeper.after_save()  # of these too only a few are kept
             return False
         if manifest is None and problem:
             self._record("save_failed", step=step, name=folder.name, error=problem)
@@ -391,7 +398,7 @@ class TrackerCore:
         segment = self._segments.newest
         if not segment.number or self.memory.first_of_segment not in ("", name):
             return
-        self._pin(name, f"first checkpoint of segment {segment.number} ({segment.reason})")
+        self._keeper.keep(name, f"first checkpoint of segment {segment.number} ({segment.reason})")
 
     def _place(
         self, folder: Path, generation: int, save: dict[str, Any]
@@ -410,8 +417,7 @@ class TrackerCore:
             problem = save["error"] or incomplete(folder, save["files"])
             if problem:
                 return None, str(problem)
-            found, rule = save["guard"], self._options.guard
-            refuse(judge(found, [norm for _, norm in self.memory.norms], rule), found)
+            self._sanity.check(save["guard"])
             manifest = new_manifest(
                 self._facts,
                 generation,
@@ -426,35 +432,10 @@ class TrackerCore:
         except (TypeError, LookupError) as error:
             return None, f"the report of the save cannot be understood ({error!r})"
 
-    def _set_aside(self, folder: Path, save: dict[str, Any], error: UnsaneStateError) -> None:
-        if folder.name in self.memory.refusals:
-            return  # the same call again
-        found = save["guard"]
-        facts = {
-            "step": int(save["step"]),
-            "samples": save["samples"],
-            "loss": save["metrics"].get("loss"),
-            "param_norm": found.get("param_norm"),
-        }
-        set_aside(folder, error, facts, time_s=self._clock())
-        self._record(
-            "quarantine",
-            name=folder.name,
-            by=GUARD,
-            reason=error.reason,
-            findings=error.findings,
-            guard_s=found.get("seconds"),
-            **facts,
-        )
-        self._keeper.after_save()  # of these too only a few are kept
-
     def refusal(self, generation: int, step: int) -> dict[str, Any] | None:
         """Why the guard refused a save of the present attempt: ``reason`` and ``nonfinite``; None if it did not."""
         self._check(generation)
-        event = self.memory.refusals.get(checkpoint_name(step, generation))
-        if event is None:
-            return None
-        return {"reason": event["reason"], "nonfinite": is_nonfinite(event["findings"])}
+        return self._sanity.refusal(checkpoint_name(step, generation))
 
     def trouble(self, generation: int, step: int, what: str, skips: tuple[Skip, ...]) -> Remedy:
         """Decides what a run does that is no longer finite; the attempt ends after it.
@@ -466,33 +447,7 @@ class TrackerCore:
             skips: holes in the order of the attempt.
         """
         self._check(generation)
-        memory, rule = self.memory, self._options.guard
-        if memory.trouble is None:
-            further_back = 0 if gives_up(rule, memory.rollbacks) else memory.rollbacks
-            entry = choose(self._on_course(), step, further_back)
-            to_step = entry.step if entry else 0
-            found = remedy(rule, step=step, what=what, rollbacks=memory.rollbacks, to_step=to_step)
-            skipping = found.action == "rollback-and-skip"
-            after = skip_past(skips, to_step, step) if skipping else skips
-            if entry and found.action != "stop":
-                self._pin(entry.folder.name, f"the run went back to it from step {step}")
-            self._record(
-                "trouble",
-                step=step,
-                what=what,
-                to=entry.folder.name if entry else "",
-                to_step=to_step,
-                skips=[asdict(skip) for skip in after],
-                must=True,  # the next attempt goes by it
-                **asdict(found),
-            )
-        event = memory.trouble or {}
-        return Remedy(action=event["action"], reason=event["reason"])
-
-    def _on_course(self) -> list[CheckpointEntry]:
-        """Usable checkpoints of the course that the run is on, newest first."""
-        entries = usable(list_checkpoints(self._dir))
-        return [entry for entry in entries if not left(entry, self.memory.left)]
+        return self._sanity.trouble(step, what, skips)
 
     def request_save(self, reason: str, hold_s: float = 0.0) -> int:
         """Asks the workers for a save at their next step; returns the number of the request.
@@ -530,13 +485,6 @@ class TrackerCore:
             StorageError: the disk refused.
         """
         self._keeper.unpin(name, reason)
-
-    def _pin(self, name: str, reason: str) -> None:
-        try:
-            self.pin(name, reason)
-        except (ConfigError, StorageError):
-            # What cannot be pinned is still a checkpoint, and training goes on.
-            logger.exception("%s could not be pinned", name)
 
     # ---- looking --------------------------------------------------------------------------------
 
@@ -589,7 +537,7 @@ class TrackerCore:
     def _kept_step(self) -> int:
         """Where a new attempt would begin."""
         try:
-            entry = next(iter(self._on_course()), None)
+            entry = next(iter(self._sanity.on_course()), None)
         except StorageError:
             logger.exception("what is kept cannot be told now; the next restore will tell")
             return self._last_step

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, parse_checkpoint_name
-from ray_ckpt.errors import ConfigError, StaleGenerationError, StorageError
+from ray_ckpt.errors import ConfigError, ManifestError, StaleGenerationError, StorageError
 from ray_ckpt.tiers import pins
 from ray_ckpt.tiers.collect import Gate
 from ray_ckpt.tiers.housekeeping import Findings, ReadBack, Round, keep_house, read_back
@@ -112,6 +112,13 @@ class Keeper:
         """Pins a checkpoint (see :func:`ray_ckpt.tiers.pins.pin`)."""
         if pins.pin(self._folder(name), reason, author=author, time_s=self._clock()):
             self._tell("pin", name, reason=reason, author=author)
+
+    def keep(self, name: str, reason: str) -> None:
+        """Pins a checkpoint for the run itself; one that cannot be pinned is still a checkpoint: it is only told."""
+        try:
+            self.pin(name, reason, "ray_ckpt")
+        except (ConfigError, ManifestError, StorageError):
+            logger.exception("%s could not be pinned", name)
 
     def unpin(self, name: str, reason: str | None) -> None:
         """Takes pins of a checkpoint away (see :func:`ray_ckpt.tiers.pins.unpin`)."""

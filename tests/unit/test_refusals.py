@@ -97,7 +97,7 @@ def test_the_same_refused_save_told_again_is_one_refusal(tmp_path):
 
 def test_a_refusal_that_cannot_be_noted_is_no_commit_either(tmp_path, monkeypatch):
     from ray_ckpt.errors import StorageError
-    from ray_ckpt.tracker import refused
+    from ray_ckpt.tracker import sanity
 
     def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("no space left on device")
@@ -105,7 +105,7 @@ def test_a_refusal_that_cannot_be_noted_is_no_commit_either(tmp_path, monkeypatc
     run = guarded(tmp_path / "demo")
     run.begin()
     run.train(5)
-    monkeypatch.setattr(refused, "write_quarantine", refuse)
+    monkeypatch.setattr(sanity, "write_quarantine", refuse)
     assert not save(run, bad())
     assert run.usable() == []
     assert len(run.journal("quarantine")) == 1

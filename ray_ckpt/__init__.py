@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray_ckpt.config import Config
-    from ray_ckpt.session import Session, attach
+    from ray_ckpt.joining import attach
+    from ray_ckpt.session import Session
     from ray_ckpt.state.train_state import TrainState
     from ray_ckpt.state.weights import load_weights
     from ray_ckpt.trainer import resolve, run
@@ -22,7 +23,7 @@ _HOMES = {
     "Config": "config",
     "Session": "session",
     "TrainState": "state.train_state",
-    "attach": "session",
+    "attach": "joining",
     "load_weights": "state.weights",
     "resolve": "trainer",
     "run": "trainer",

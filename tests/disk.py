@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from making import manifest_of
+
 from ray_ckpt.checkpoint.listing import list_checkpoints
-from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from ray_ckpt.checkpoint.manifest import FileEntry, write_manifest
 from ray_ckpt.checkpoint.names import checkpoint_name
 from ray_ckpt.checkpoint.verify import hash_file, verify_files
 
@@ -27,7 +29,7 @@ def add_checkpoint(
         (folder / name).write_bytes(f"{name} of {folder.name}".encode())
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     entries = (FileEntry(p.relative_to(folder).as_posix(), *hash_file(p)) for p in files)
-    manifest = Manifest(
+    manifest = manifest_of(
         run=run.name,
         step=step,
         sample_offset=8 * step,
@@ -36,13 +38,9 @@ def add_checkpoint(
         generation=generation,
         committed_at=1e9 + step,
         files=tuple(entries),
-        parallel="ddp",
-        guard={},
         metrics={"loss": loss},
         config_fingerprint="c0ffee",
         data_fingerprint="da7a",
-        versions={},
-        bitwise_comparable=True,
     )
     if commit:
         write_manifest(folder, manifest)

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from making import manifest_of
 from worlds import make_config, make_data, open_session, run_world, train
 
 from ray_ckpt.checkpoint.digest import state_digest
@@ -267,22 +268,11 @@ class Run:
 def manifest(folder: Path, world: int) -> Manifest:
     """Of the files that are there: what a manifest does not name is not read."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    return Manifest(
+    return manifest_of(
         run="run",
         step=1,
-        sample_offset=1,
-        tokens=1,
         world_size=world,
-        generation=1,
-        committed_at=1.0,
         files=tuple(FileEntry(path.name, *hash_file(path)) for path in files),
-        parallel="ddp",
-        guard={},
-        metrics={},
-        config_fingerprint="c",
-        data_fingerprint="d",
-        versions={},
-        bitwise_comparable=True,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from making import manifest_of
 from worlds import events, make_config, make_data, open_session, run_world, train
 
 from ray_ckpt.checkpoint.export import export_weights
@@ -132,22 +133,10 @@ def _save_large(rank: int, world: int, run: Path, layers: int) -> None:
     weights = {f"layers.{i}": torch.full((1024, 1024), float(i)) for i in range(layers)}
     state = {"model": weights, "scalars": encode({"model": {}})}
     dcp.save(state, storage_writer=writer)
-    manifest = Manifest(
+    manifest = manifest_of(
         run=run.name,
         step=1,
-        sample_offset=1,
-        tokens=1,
-        world_size=1,
-        generation=1,
-        committed_at=1.0,
         files=tuple(writer.entries),
-        parallel="ddp",
-        guard={},
-        metrics={},
-        config_fingerprint="c",
-        data_fingerprint="d",
-        versions={},
-        bitwise_comparable=True,
     )
     write_manifest(folder, manifest)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from making import manifest_of
 
 from ray_ckpt import cli
 from ray_ckpt.checkpoint.listing import list_checkpoints
-from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from ray_ckpt.checkpoint.manifest import FileEntry, write_manifest
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, checkpoint_name
 from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import hash_file
@@ -41,7 +42,7 @@ def add_checkpoint(
     (folder / ".metadata").write_bytes(b"meta")
     (folder / "__0_0.distcp").write_bytes(bytes(2048))
     files = tuple(FileEntry(path.name, *hash_file(path)) for path in sorted(folder.iterdir()))
-    manifest = Manifest(
+    manifest = manifest_of(
         run=run.name,
         step=step,
         sample_offset=8 * step,
@@ -56,7 +57,6 @@ def add_checkpoint(
         config_fingerprint="c0ffee",
         data_fingerprint="da7a",
         versions={"torch": "2.13.0"},
-        bitwise_comparable=True,
         **fields,
     )
     if commit:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from making import manifest_of, tracker_of
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ray_ckpt.checkpoint.digest import checkpoint_digest
@@ -43,13 +44,11 @@ from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import Fault, hash_file, verify_files
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 from ray_ckpt.errors import ConfigError, ManifestError, RayCkptError, RestoreError
-from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.state.codec import encode
 from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, _remove, collect, mend
 from ray_ckpt.tiers.pins import DAMAGED, pin, read_pins, unpin
 from ray_ckpt.tiers.retention import Verdict
 from ray_ckpt.tiers.stock import take_stock
-from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
 from ray_ckpt.tracker.shelf import discard
 
 DIGEST = "0123456789abcdef" * 2
@@ -88,22 +87,10 @@ def untouched(folder: Path) -> Iterator[None]:
 
 
 def make_manifest(files: tuple[FileEntry, ...], step: int = 12) -> Manifest:
-    return Manifest(
+    return manifest_of(
         run="demo",
         step=step,
-        sample_offset=1,
-        tokens=1,
-        world_size=1,
-        generation=1,
-        committed_at=1.7e9,
         files=files,
-        parallel="ddp",
-        guard={},
-        metrics={},
-        config_fingerprint="c",
-        data_fingerprint="d",
-        versions={},
-        bitwise_comparable=True,
     )
 
 
@@ -125,18 +112,6 @@ def save_tensors(writer: ChecksumWriter) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, storage_writer=writer, no_dist=True)
-
-
-def tracker(run: Path) -> TrackerCore:
-    facts = RunFacts(
-        run="demo",
-        run_dir=str(run),
-        config_fingerprint="c",
-        data_fingerprint="d",
-        parallel="ddp",
-        versions={},
-    )
-    return TrackerCore(facts, TrackerOptions(limits=IntervalLimits(), prior_mtbf_s=3600.0))
 
 
 # ---- paths ----------------------------------------------------------------------------------------
@@ -265,7 +240,7 @@ def use_all(run: Path, out: Path) -> None:
         with suppress(RayCkptError):
             export_weights(entry, out)
     shutil.rmtree(out, ignore_errors=True)
-    core = tracker(run)
+    core = tracker_of(run)
     try:
         attempt = core.begin_attempt(1, [])
         while attempt.plan is not None:
@@ -327,7 +302,7 @@ def test_a_linked_checkpoint_is_neither_read_nor_marked_nor_removed(tmp_path):
         entry = list_checkpoints(tmp_path / "demo")[0]
         assert (entry.usable, entry.committed, entry.unreadable) == (False, True, True)
         with pytest.raises(RestoreError, match="is a link"):
-            tracker(tmp_path / "demo").begin_attempt(1, [])
+            tracker_of(tmp_path / "demo").begin_attempt(1, [])
         with pytest.raises(ManifestError, match="is a link"):
             write_manifest(shelf / folder.name, make_manifest((FileEntry("a", 1, DIGEST),)))
         discard(shelf / folder.name)
@@ -461,7 +436,7 @@ def test_metadata_that_speaks_of_a_file_that_nobody_verified_is_refused(tmp_path
 
 @pytest.mark.parametrize("name", ["../../outside", "/tmp", "..", "", "step-1-g1", "a/b"])
 def test_a_name_that_a_worker_tells_never_leads_the_tracker_elsewhere(tmp_path, name):
-    core = tracker(tmp_path / "demo")
+    core = tracker_of(tmp_path / "demo")
     generation = core.begin_attempt(1, []).generation
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RestoreError, match="no checkpoint's name"):

@@ -16,6 +16,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from making import manifest_of, tracker_of
 
 from ray_ckpt import cli
 from ray_ckpt.checkpoint import signature
@@ -33,12 +34,10 @@ from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE, Keys, parse_keys
 from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import ConfigError, ManifestError, RestoreError, SignatureError
-from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.tiers.collect import LEAVING_NAME, Gate
 from ray_ckpt.tiers.housekeeping import Round, keep_house, read_back
 from ray_ckpt.tiers.pins import pin
 from ray_ckpt.tiers.rules import Rules
-from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
 
 KEY, OTHER = "a key of the run: long", "0f" * 32
 FILES = {".metadata": b"meta", "__0_0.distcp": bytes(range(64))}
@@ -59,22 +58,14 @@ def entry_of(path: str, content: bytes, *, strong: bool = True) -> FileEntry:
 
 
 def make_manifest(step: int = 12, *, strong: bool = True) -> Manifest:
-    return Manifest(
+    return manifest_of(
         run="demo",
         step=step,
         sample_offset=8 * step,
         tokens=64 * step,
         world_size=2,
-        generation=1,
-        committed_at=1.7e9,
         files=tuple(entry_of(path, content, strong=strong) for path, content in FILES.items()),
-        parallel="ddp",
-        guard={},
         metrics={"loss": 2.5},
-        config_fingerprint="c",
-        data_fingerprint="d",
-        versions={},
-        bitwise_comparable=True,
     )
 
 
@@ -94,18 +85,6 @@ def content_of(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-
-
-def tracker(run: Path) -> TrackerCore:
-    facts = RunFacts(
-        run="demo",
-        run_dir=str(run),
-        config_fingerprint="c",
-        data_fingerprint="d",
-        parallel="ddp",
-        versions={},
-    )
-    return TrackerCore(facts, TrackerOptions(limits=IntervalLimits(), prior_mtbf_s=3600.0))
 
 
 # ---- the format -----------------------------------------------------------------------------------
@@ -326,7 +305,7 @@ def test_a_wrong_key_changes_nothing_and_is_told(tmp_path, monkeypatch, signer):
     """Also when the last attempt is open, and when a manifest among them is damaged."""
     if signer:
         monkeypatch.setenv(KEY_VARIABLE, signer)
-    core = tracker(tmp_path)
+    core = tracker_of(tmp_path)
     core.begin_attempt(2, [])
     for step in (1, 2, 3):
         commit(tmp_path, step)
@@ -334,7 +313,7 @@ def test_a_wrong_key_changes_nothing_and_is_told(tmp_path, monkeypatch, signer):
     before = content_of(tmp_path)
     monkeypatch.setenv(KEY_VARIABLE, OTHER)
     with pytest.raises(RestoreError, match="RAY_CKPT_KEY is probably wrong") as caught:
-        tracker(tmp_path).begin_attempt(2, [])
+        tracker_of(tmp_path).begin_attempt(2, [])
     assert content_of(tmp_path) == before
     assert not any(key in str(caught.value) for key in (KEY, OTHER))
 
@@ -345,7 +324,7 @@ def test_a_forged_newest_checkpoint_is_passed_over_and_stays(tmp_path, monkeypat
     monkeypatch.setenv(KEY_VARIABLE, OTHER)
     forged = commit(tmp_path, 2)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    attempt = tracker(tmp_path).begin_attempt(2, [])
+    attempt = tracker_of(tmp_path).begin_attempt(2, [])
     assert attempt.plan is not None
     assert attempt.plan.name == checkpoint_name(1, 1)
     assert "wrong signature" in attempt.plan.reason
@@ -427,7 +406,7 @@ def test_a_signature_that_cannot_be_checked_is_no_finding_of_a_reading_back(tmp_
 
 def test_what_a_run_commits_under_a_key_is_signed_and_shows_no_key(tmp_path, monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    core = tracker(tmp_path)
+    core = tracker_of(tmp_path)
     generation = core.begin_attempt(1, []).generation
     folder = tmp_path / "checkpoints" / checkpoint_name(5, generation)
     folder.mkdir(parents=True)
@@ -510,7 +489,7 @@ def test_a_planted_pickle_is_refused_before_it_is_unpickled(tmp_path, monkeypatc
     with pytest.raises(RestoreError, match="sign"):
         export_weights(list_checkpoints(tmp_path / "demo")[0], tmp_path / "out")
     with pytest.raises(RestoreError, match="probably wrong"):
-        tracker(tmp_path / "demo").begin_attempt(1, [])
+        tracker_of(tmp_path / "demo").begin_attempt(1, [])
     assert not mark.exists(), "the planted code was run"
 
 

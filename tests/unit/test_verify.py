@@ -10,9 +10,10 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from making import manifest_of
 
 from ray_ckpt.checkpoint import verify as module
-from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
+from ray_ckpt.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from ray_ckpt.checkpoint.names import MANIFEST_NAME
 from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import Fault, hash_file, verify_files
@@ -29,22 +30,14 @@ def make_checkpoint(run: Path, files: dict[str, bytes] | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         entries.append(FileEntry(name, *hash_file(path)))
-    manifest = Manifest(
+    manifest = manifest_of(
         run="demo",
         step=12,
         sample_offset=96,
         tokens=96 * 64,
         world_size=2,
         generation=3,
-        committed_at=1.7e9,
         files=tuple(entries),
-        parallel="ddp",
-        guard={},
-        metrics={},
-        config_fingerprint="c",
-        data_fingerprint="d",
-        versions={},
-        bitwise_comparable=True,
     )
     write_manifest(folder, manifest)
     return folder

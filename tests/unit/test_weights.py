@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from making import manifest_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -23,7 +24,7 @@ from ray_ckpt import cli
 from ray_ckpt.checkpoint import export as module
 from ray_ckpt.checkpoint.export import _split, export_weights
 from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints
-from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+from ray_ckpt.checkpoint.manifest import write_manifest
 from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.writer import ChecksumWriter
@@ -75,22 +76,13 @@ def save(run: Path, model: nn.Module, *, ema: Any = None, step: int = 12) -> Che
             storage_writer=writer,
             no_dist=True,
         )
-    manifest = Manifest(
+    manifest = manifest_of(
         run=run.name,
         step=step,
         sample_offset=8 * step,
         tokens=64 * step,
-        world_size=1,
-        generation=1,
-        committed_at=1.7e9,
         files=tuple(writer.entries),
-        parallel="ddp",
-        guard={},
-        metrics={},
-        config_fingerprint="c",
-        data_fingerprint="d",
         versions={"torch": torch.__version__},
-        bitwise_comparable=True,
     )
     write_manifest(folder, manifest)
     return list_checkpoints(run)[0]

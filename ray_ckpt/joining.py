@@ -1,0 +1,76 @@
+"""How a training function joins its run: below Ray Train, or in a program that started ``torch.distributed`` itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_ckpt.config import Config
+from ray_ckpt.facts import check_run, tracker_options
+from ray_ckpt.ray_private import quiet_reports
+from ray_ckpt.session import Session
+from ray_ckpt.tracker.aside import Thread
+from ray_ckpt.tracker.core import TrackerCore
+from ray_ckpt.tracker.lock import RunLock
+
+
+def attach(config: Config) -> Session:
+    """Joins a training function to its run; every worker calls it once, first of all.
+
+    Below Ray Train the run's tracker is an actor. In a program that started ``torch.distributed`` itself (``torchrun``,
+    say) it lives in the process of rank 0: all works but what needs Ray, such as another number of workers without
+    a new start.
+
+    Raises:
+        RuntimeError: neither Ray Train nor ``torch.distributed`` is there.
+    """
+    import ray
+    import ray.train
+    import ray.train.torch
+
+    from ray_ckpt.tracker.client import RayTracker
+
+    if not ray.is_initialized():
+        return _attach_alone(config)
+    quiet_reports()
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    nodes: list[Any] = [None] * context.get_world_size()
+    dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
+    return Session(
+        config,
+        tracker=RayTracker(config.run) if rank == 0 else None,
+        device=ray.train.torch.get_device(),
+        nodes=nodes,
+    )
+
+
+def _attach_alone(config: Config) -> Session:
+    from ray_ckpt.tracker.client import LocalTracker
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "attach() joins a training function of Ray Train, or a program that has called "
+            "torch.distributed.init_process_group(): start the function with ray_ckpt.run(config, train), or call "
+            "init_process_group() first."
+        )
+    # Nobody reads ahead, and nobody is told of commits: both are Ray's.
+    config = replace(
+        config,
+        reading=replace(config.reading, feed="local"),
+        saving=replace(config.saving, report_to_ray=False),
+    )
+    tracker = None
+    if dist.get_rank() == 0:
+        facts = check_run(config, {})
+        lock = RunLock(config.run_dir)
+        core = TrackerCore(facts, tracker_options(config), aside=Thread("housekeeping"))
+        core.announce()
+        tracker = LocalTracker(core, lock)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    return Session(config, tracker=tracker, device=device)

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,11 @@ class Saver:
         try:
             # DCP writes together or not at all: without this the others would wait for a rank without a copy.
             if self._all(error is None):
-                error = self._write(state, writer)
-                scan, problem = self._look(state)
+                # Side by side: the guard's look is arithmetic, and writing mostly waits for the disk.
+                with ThreadPoolExecutor(1, "guard") as pool:
+                    looking = pool.submit(self._look, state)
+                    error = self._write(state, writer)
+                    scan, problem = looking.result()
                 error = error or problem
             share = _Share(writer.entries, stall_s + (copy.waited_s if copy else 0.0), error, scan)
             dist.gather_object(share, shares, group=self._group, group_dst=0)

@@ -90,13 +90,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
         time.sleep(0.1)
 
 
-def steps_done(run_dir: Path) -> int:
+def executed(run_dir: Path) -> list[dict[str, Any]]:
+    """Lines of the steps so far, without one that is being written."""
     path = run_dir / "steps.jsonl"
-    if not path.exists():
-        return 0
-    return max(
-        (json.loads(x)["step"] for x in path.read_text().splitlines() if x.endswith("}")), default=0
-    )
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def steps_done(run_dir: Path) -> int:
+    return max((line["step"] for line in executed(run_dir)), default=0)
 
 
 def processes_of(pid: int) -> list[psutil.Process]:
@@ -124,12 +126,17 @@ def test_a_job_killed_twice_repeats_the_uninterrupted_run_bit_for_bit(
     args = command(tmp_path, data, "--run", "broken", "--steps", "60")
     chance = random.Random()
     for round_ in range(2):
-        at = steps_done(run_dir) + chance.randint(3, 18)
+        # Steps of this driver's own attempt: those of a killed one go on until its Ray has noticed.
+        count, attempt = chance.randint(3, 18), round_ + 1
         log = tmp_path / f"log-{round_}"
         driver = start(args, log)
         try:
             wait_until(
-                lambda at=at: steps_done(run_dir) >= at, 120, f"step {at}\n{log.read_text()}"
+                lambda count=count, attempt=attempt: (
+                    [line["generation"] for line in executed(run_dir)].count(attempt) >= count
+                ),
+                120,
+                f"{count} steps of attempt {attempt}\n{log.read_text()}",
             )
         finally:
             os.kill(driver.pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,8 @@ def ours(folder: Path, consumers: int, rank: int, shared: Any, start: int = 0) -
     index = load_index(folder)
     order = order_of(index)
     feed = RayFeed(index=index, order=order, plan=_plan(consumers, rank))
-    for step in feed.steps(start, order.steps_per_epoch):
+    # Always as much ahead as an epoch has: a run goes on in the next one.
+    for step in feed.steps(start, start + order.steps_per_epoch):
         yield [micro.tokens for micro in step]
 
 
@@ -246,12 +247,17 @@ class _Consumer:
         return time.perf_counter() - start
 
 
+def _actors(count: int) -> list[Any]:
+    actors = [ray.remote(num_cpus=0)(_Consumer).remote() for _ in range(count)]
+    ray.get([actor.ready.remote() for actor in actors])
+    return actors
+
+
 class Crew:
-    """The consumers, and the Ray that they read through: processes that start once and serve every measurement."""
+    """The consumers, and the Ray that they read through: processes that start once and serve the rates."""
 
     def __init__(self, consumers: int) -> None:
-        self._actors = [ray.remote(num_cpus=0)(_Consumer).remote() for _ in range(consumers)]
-        ray.get([actor.ready.remote() for actor in self._actors])
+        self._actors = _actors(consumers)
         self._pools: dict[int, ProcessPoolExecutor] = {}
 
     def rate(self, name: str, folder: Path, consumers: int, limit_s: float) -> Rate:
@@ -290,9 +296,17 @@ class Crew:
             first_batch_s=max(t[1] for t in times) - start,
         )
 
-    def first_batch(self, folder: Path, offset: int) -> float:
-        """Seconds to the first batch of our feed at a sample offset."""
-        return float(ray.get(self._actors[0].first.remote(folder, offset // GLOBAL_BATCH)))
+    def first_batches(self, folder: Path, offsets: Sequence[int]) -> list[float]:
+        """Seconds to the first batch of our feed at sample offsets, one after the other.
+
+        Each in a process of its own, as after a restart; the processes are started together.
+        """
+        actors = _actors(len(offsets))
+        found = []
+        for actor, offset in zip(actors, offsets, strict=True):
+            found.append(float(ray.get(actor.first.remote(folder, offset // GLOBAL_BATCH))))
+            ray.kill(actor)
+        return found
 
     def skip_to(self, folder: Path, offset: int) -> float:
         """Seconds until plain Ray Data has given as many rows as there are before an offset."""

@@ -25,6 +25,10 @@ class StorageError(RayCkptError):
     """
 
 
+class CopyError(StorageError):
+    """A copy of a file did not come through whole, and nothing of it is kept."""
+
+
 class ManifestError(RayCkptError):
     """A checkpoint's manifest is missing, damaged or contradicts its folder.
 

@@ -104,7 +104,7 @@ def collect(
                 )
             problem, kept = _end(folder)
         if not problem:
-            problem = _remove(folder)
+            problem = remove_folder(folder)
         outcomes.append(
             Outcome(
                 name=verdict.name,
@@ -165,8 +165,11 @@ def _bring_back(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _remove(folder: Path) -> str:
-    """Removes a folder without a manifest, or what can be removed of it; returns what was in the way."""
+def remove_folder(folder: Path) -> str:
+    """Removes a folder without a manifest, or what can be removed of it; returns what was in the way.
+
+    Nothing is removed through links; a mark that it is on its way out goes last.
+    """
     errors: list[OSError] = []
     try:
         # By descriptors, not by paths: a folder that becomes a link meanwhile leads nowhere.

@@ -225,7 +225,7 @@ def test_a_pin_at_any_point_of_a_collection_holds_or_is_refused(tmp_path):
 @pytest.mark.parametrize("how", ["all of it", "no more than the end of the checkpoint"])
 def test_a_collection_at_any_point_of_a_pin_lets_it_hold_or_refuses_it(tmp_path, monkeypatch, how):
     if how != "all of it":
-        monkeypatch.setattr(module, "_remove", lambda folder: "not yet")
+        monkeypatch.setattr(module, "remove_folder", lambda folder: "not yet")
     probe = fresh(tmp_path, 0)
     count = touches(lambda: pins.pin(folder(probe, 30), "the best", author="bob", time_s=2.0))
     held = 0

@@ -143,6 +143,20 @@ class Depot:
             write_manifest(folder, manifest)
         return None
 
+    def find(self, name: str, path: str) -> Path | None:
+        """The plain file that has a path here, whole or not; None when there is none.
+
+        Raises:
+            ConfigError: it is no name of a checkpoint.
+        """
+        folder = self.folder(name)
+        try:
+            if folder.is_symlink() or path_fault(path) or behind_link(folder, path):
+                return None
+            return folder / path if stat.S_ISREG((folder / path).lstat().st_mode) else None
+        except OSError:
+            return None
+
     def has(self, name: str, entry: FileEntry) -> bool:
         """Whether a file is here with every byte right; reads it."""
         folder = self.folder(name)

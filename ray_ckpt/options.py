@@ -109,13 +109,18 @@ def _read_flags(default: T, flags: Sequence[str]) -> T:
 def _only_said(default: T, said: T) -> T:
     """Without what repeatable flags were appended to: flags win over a file, they do not add to it."""
     before, after = _values(default), _values(said)
+    hints = get_type_hints(type(default), include_extras=True)
     changes: dict[str, Any] = {}
     for name, value in after.items():
         if is_dataclass(value) and not isinstance(value, type):
             changes[name] = _only_said(before[name], value)
-        elif isinstance(value, tuple) and len(value) > len(before[name]):
+        elif _is_repeatable(hints.get(name)) and len(value) > len(before[name]):
             changes[name] = value[len(before[name]) :]
     return replace(said, **changes)  # type: ignore[type-var]
+
+
+def _is_repeatable(hint: Any) -> bool:
+    return tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ())
 
 
 def _read_toml(default: T, path: Path) -> T:

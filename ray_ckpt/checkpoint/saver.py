@@ -44,6 +44,7 @@ class SaveResult:
         write_s: time from the end of the stall until the last rank's files were on the disk, seconds.
         error: what went wrong on which rank; None when all files are in place.
         guard: what the guard found in the state (:func:`ray_ckpt.checkpoint.guard.report`).
+        places: node to the files that its ranks wrote.
     """
 
     step: int
@@ -52,6 +53,7 @@ class SaveResult:
     write_s: float
     error: str | None
     guard: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,15 @@ class _Share:
     stall_s: float
     error: str | None
     scan: Scan | None = None
+    node: str = ""
 
 
 class Saver:
     """Saves states of one attempt.
 
     Args:
-        run_dir: the run's folder, the same on all ranks.
+        run_dir: the run's folder in the tier that ranks write into; on one node, or the same for all ranks.
+        node: that this rank is on.
         generation: of this attempt; part of the checkpoints' names.
         group: gloo process group of all ranks that nothing else uses.
         stager: makes the copies.
@@ -87,8 +91,9 @@ class Saver:
         on_result: Callable[[SaveResult], None],
         inspect: Callable[[dict[str, Any]], Scan] | None = None,
         signed: bool = False,
+        node: str = "",
     ) -> None:
-        self._inspect, self._signed = inspect, signed
+        self._inspect, self._signed, self._node = inspect, signed, node
         self._run_dir, self._generation, self._group = run_dir, generation, group
         self._on_result = on_result
         self._stager = stager
@@ -182,7 +187,13 @@ class Saver:
                     error = self._write(state, writer)
                     scan, problem = looking.result()
                 error = error or problem
-            share = _Share(writer.entries, stall_s + (copy.waited_s if copy else 0.0), error, scan)
+            share = _Share(
+                files=writer.entries,
+                stall_s=stall_s + (copy.waited_s if copy else 0.0),
+                error=error,
+                scan=scan,
+                node=self._node,
+            )
             dist.gather_object(share, shares, group=self._group, group_dst=0)
         except RuntimeError as caught:
             # A peer died: the attempt is ending, and nothing was committed.
@@ -210,6 +221,9 @@ def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
     # DCP tells every rank of every failure: once is enough.
     errors = list(dict.fromkeys(share.error for share in shares if share.error))
     files = [entry for share in shares for entry in share.files]
+    places: dict[str, list[str]] = {}
+    for share in shares:
+        places.setdefault(share.node, []).extend(entry.path for entry in share.files)
     return SaveResult(
         step=step,
         files=tuple(sorted(files, key=lambda entry: entry.path)),
@@ -217,6 +231,7 @@ def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
         write_s=write_s,
         error="; ".join(errors[:3]) or None,
         guard=report([share.scan for share in shares if share.scan is not None]),
+        places={node: paths for node, paths in places.items() if paths},
     )
 
 

@@ -1,0 +1,65 @@
+"""All holders of a run, as its tracker reaches them; :mod:`ray_ckpt.tiers.ray_fleet` has them as actors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ray_ckpt.errors import RayCkptError
+from ray_ckpt.tiers.holder import Inventory
+
+logger = logging.getLogger(__name__)
+
+QUICK_S = 20.0  # for what reads no files
+
+
+class Fleet(Protocol):
+    """Calls methods of :class:`ray_ckpt.tiers.holder.Holder` on nodes."""
+
+    def gather(self, nodes: Sequence[str]) -> None:
+        """Sees to it that there are holders on these nodes, and forgets those of nodes that are gone."""
+        ...
+
+    def names(self) -> dict[str, str]:
+        """Node to what workers find its holder by."""
+        ...
+
+    def domains(self, label: str) -> dict[str, str]:
+        """Node to its value of a label, for those that have it."""
+        ...
+
+    def post(self, node: str, method: str, **kwargs: Any) -> Any:
+        """Calls without waiting; returns a ticket."""
+        ...
+
+    def take(self, ticket: Any, timeout_s: float) -> tuple[bool, Any]:
+        """``(done, answer)`` of a call; ``(False, None)`` when it is not done within the time.
+
+        Raises:
+            StorageError: the holder or its node is gone, or what the call raised.
+        """
+        ...
+
+    def close(self, *, drop_memory: bool) -> None:
+        """Ends all holders; and what is in memory, when nobody needs it any more."""
+        ...
+
+
+def inventories(fleet: Fleet, timeout_s: float = QUICK_S) -> dict[str, Inventory]:
+    """What each node has; nodes that do not answer in time are left out."""
+    tickets = {node: fleet.post(node, "inventory") for node in fleet.names()}
+    deadline = time.monotonic() + timeout_s
+    found: dict[str, Inventory] = {}
+    for node, ticket in tickets.items():
+        try:
+            done, answer = fleet.take(ticket, max(0.0, deadline - time.monotonic()))
+        except RayCkptError as error:
+            logger.warning("the copies on node %s cannot be counted on: %s", node, error)
+            continue
+        if done:
+            found[node] = answer
+        else:
+            logger.warning("node %s does not tell what it has", node)
+    return found

@@ -1,0 +1,318 @@
+"""One node's copies, and whoever moves them: memory and disk here, other nodes, the durable tier.
+
+A holder is an actor of its own on each node (:mod:`ray_ckpt.tiers.fleet`), so that training neither waits for a copy
+nor shares an interpreter with one. It decides nothing: the tracker says what is committed, copied and deleted, and a
+worker that restores says what it needs. Whatever it is asked for twice, it does once.
+
+A copy is compared with the checksum of the manifest while it is made. When that fails, its source is read again: a bad
+one is deleted, so that nobody takes it a second time, and the tracker is told.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Literal
+
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest
+from ray_ckpt.checkpoint.paths import NotPlainFileError
+from ray_ckpt.errors import ConfigError, CopyError, StorageError
+from ray_ckpt.tiers.depot import Depot, Holding
+from ray_ckpt.tiers.durable import Durable, chunks_of
+from ray_ckpt.tiers.placement import Place
+from ray_ckpt.tiers.stack import NodeTier, Stack
+from ray_ckpt.tiers.throttle import Throttle
+from ray_ckpt.tiers.wire import FileServer, fetch
+
+Address = tuple[str, int]
+Target = Literal["memory", "local", "durable"]
+
+_AT_A_TIME = (
+    2  # copies of one holder: more would take from training, and one disk or link is soon busy
+)
+_FETCHES = 4  # files that a restore takes at a time: nobody trains meanwhile
+_FETCH_TIMEOUT_S = 60.0  # without a byte
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """What a node has.
+
+    Attributes:
+        address: of its file server.
+        holdings: tier to its checkpoints, newest first.
+        problems: tier to why it cannot be listed.
+    """
+
+    address: Address
+    holdings: Mapping[NodeTier, tuple[Holding, ...]]
+    problems: Mapping[NodeTier, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What came of copying some files of a checkpoint.
+
+    Attributes:
+        done: files that are at the target, compared with their checksums.
+        problems: file to why it is not there.
+        bad: places whose copy of a file turned out to be bad, and was deleted; with the file.
+        bytes: copied; without what was there already.
+        seconds: that it took.
+    """
+
+    done: tuple[str, ...] = ()
+    problems: Mapping[str, str] = field(default_factory=dict)
+    bad: tuple[tuple[Place, str], ...] = ()
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where a file can be taken from.
+
+    Attributes:
+        place: of the copy; None for the durable tier.
+        address: of that node's file server.
+    """
+
+    place: Place | None
+    address: Address = ("", 0)
+
+
+class Holder:
+    """The copies of one run on one node.
+
+    Args:
+        node: Ray's id of it.
+        run_dir: the run's folder.
+        stack: the tiers.
+        durable: the slowest of them.
+        host: address of this node, for other nodes.
+        token: that all holders of the run share, and nobody else knows.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        run_dir: Path,
+        stack: Stack,
+        durable: Durable,
+        host: str,
+        token: bytes,
+    ) -> None:
+        self._node, self._stack, self._durable, self._token = node, stack, durable, token
+        self._depots: dict[str, Depot] = {
+            tier: Depot(stack.root(tier, run_dir), sync=tier == "local")
+            for tier in stack.node_tiers
+        }
+        self._throttle = Throttle(stack.bytes_per_s)
+        self._turns = threading.Semaphore(_AT_A_TIME)
+        self._server = FileServer(self._open, host=host, token=token)
+        self._providing = threading.Lock()
+
+    @property
+    def address(self) -> Address:
+        """Of the file server."""
+        return self._server.address
+
+    @property
+    def first(self) -> NodeTier:
+        """The tier that workers write into."""
+        return self._stack.node_tiers[0]
+
+    def inventory(self) -> Inventory:
+        """What this node has; reads no files."""
+        holdings: dict[NodeTier, tuple[Holding, ...]] = {}
+        problems: dict[NodeTier, str] = {}
+        for tier in self._stack.node_tiers:
+            try:
+                holdings[tier] = tuple(self._depots[tier].inventory())
+            except StorageError as error:
+                problems[tier] = str(error)
+        return Inventory(address=self.address, holdings=holdings, problems=problems)
+
+    def commit(self, tier: NodeTier, manifest: Manifest, paths: Sequence[str]) -> str | None:
+        """Commits this node's part of a checkpoint; what is missing, in words, if it cannot."""
+        return self._depots[tier].keep(manifest, paths)
+
+    def verify(self, tier: NodeTier, name: str) -> Report:
+        """Reads the files of a checkpoint that are here, and deletes those that are not as written."""
+        started = monotonic()
+        depot = self._depots[tier]
+        faults = depot.verify(name)
+        bad = {fault.path: fault.fault for fault in faults if not fault.unreadable}
+        for path in bad:
+            depot.set_aside(name, path)
+        held = next((h for h in depot.inventory() if h.name == name), None)
+        return Report(
+            done=held.paths if held else (),
+            problems={fault.path: fault.fault for fault in faults},
+            bad=tuple((Place(tier, self._node), path) for path in bad),
+            seconds=monotonic() - started,
+        )
+
+    def replicate(
+        self, manifest: Manifest, pulls: Mapping[str, Sequence[Source]], tier: NodeTier
+    ) -> Report:
+        """Fetches files from other nodes into a tier here, and commits them."""
+        report = self._copy(
+            manifest, pulls, lambda entry, source: self._pull(manifest.name, entry, source, tier)
+        )
+        return self._committed(tier, manifest, report)
+
+    def promote(self, manifest: Manifest, paths: Sequence[str], target: Target) -> Report:
+        """Copies files that are here to a slower tier; the durable one is committed by the tracker."""
+        here = {path: self._sources_here(manifest, path) for path in paths}
+
+        def push(entry: FileEntry, source: Source) -> None:
+            assert source.place is not None
+            path = self._depots[source.place.tier].folder(manifest.name) / entry.path
+            with self._turns:
+                if target == "durable":
+                    self._durable.put(manifest.name, entry, path, self._throttle)
+                else:
+                    chunks = chunks_of(path, self._throttle)
+                    self._depots[target].put(manifest.name, entry, chunks)
+
+        report = self._copy(manifest, here, push)
+        return report if target == "durable" else self._committed(target, manifest, report)
+
+    def provide(self, manifest: Manifest, sources: Mapping[str, Sequence[Source]]) -> Report:
+        """Makes files readable in this node's fastest tier, every byte compared with the manifest.
+
+        Several workers of a node may ask for the same; the files are read once.
+        """
+        tier = self.first
+
+        def bring(entry: FileEntry, source: Source) -> None:
+            if source.place is None:
+                self._durable.get(manifest.name, entry, self._depots[tier], Throttle())
+            elif source.place.node == self._node:
+                path = self._depots[source.place.tier].folder(manifest.name) / entry.path
+                self._depots[tier].put(manifest.name, entry, chunks_of(path, Throttle()))
+            else:
+                self._pull(manifest.name, entry, source, tier)
+
+        with self._providing:
+            report = self._copy(manifest, sources, bring, at_a_time=_FETCHES)
+            return self._committed(tier, manifest, report)
+
+    def has(self, tier: NodeTier, name: str, entry: FileEntry) -> bool:
+        """Whether a file is here as the manifest says; reads it, and deletes it when it is not."""
+        depot = self._depots[tier]
+        if depot.has(name, entry):
+            return True
+        depot.set_aside(name, entry.path)
+        return False
+
+    def set_aside(self, tier: NodeTier, name: str, path: str) -> None:
+        """Deletes a bad copy."""
+        self._depots[tier].set_aside(name, path)
+
+    def drop(self, tier: NodeTier, name: str) -> None:
+        """Ends what is here of a checkpoint."""
+        self._depots[tier].drop(name)
+
+    def forget(self, tier: NodeTier) -> None:
+        """Ends all that is here in a tier."""
+        for holding in self._depots[tier].inventory():
+            self._depots[tier].drop(holding.name)
+
+    def sweep(self, keep: Sequence[str], older_than_generation: int) -> None:
+        """Clears away what attempts that are over never committed."""
+        for depot in self._depots.values():
+            depot.sweep(keep, older_than_generation)
+
+    def close(self) -> None:
+        """Ends the file server."""
+        self._server.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _open(self, tier: str, name: str, path: str) -> Path | None:
+        depot = self._depots.get(tier)
+        return None if depot is None else depot.folder(name) / path
+
+    def _sources_here(self, manifest: Manifest, path: str) -> list[Source]:
+        """Tiers here that have a file, fastest first."""
+        return [
+            Source(place=Place(tier, self._node))
+            for tier in self._stack.node_tiers
+            if (self._depots[tier].folder(manifest.name) / path).is_file()
+        ]
+
+    def _pull(self, name: str, entry: FileEntry, source: Source, tier: NodeTier) -> None:
+        assert source.place is not None
+        fetch(
+            source.address,
+            self._token,
+            source.place.tier,
+            name,
+            entry,
+            self._depots[tier],
+            Throttle(),
+            _FETCH_TIMEOUT_S,
+        )
+
+    def _committed(self, tier: NodeTier, manifest: Manifest, report: Report) -> Report:
+        """The same report, once what was copied counts."""
+        if not report.done:
+            return report
+        try:
+            problem = self._depots[tier].keep(manifest, report.done)
+        except (StorageError, ConfigError) as error:
+            problem = str(error)
+        if problem is None:
+            return report
+        problems = {**report.problems, **dict.fromkeys(report.done, problem)}
+        return Report(problems=problems, bad=report.bad)
+
+    def _copy(
+        self,
+        manifest: Manifest,
+        wanted: Mapping[str, Sequence[Source]],
+        copy: Callable[[FileEntry, Source], None],
+        at_a_time: int = _AT_A_TIME,
+    ) -> Report:
+        """Copies each file from the first of its sources that gives it whole."""
+        started = monotonic()
+        entries = {entry.path: entry for entry in manifest.files}
+        bad: list[tuple[Place, str]] = []
+
+        def one(path: str) -> str | None:
+            problem = "no copy of it is here"
+            for source in wanted[path]:
+                try:
+                    copy(entries[path], source)
+                    return None
+                except CopyError as error:
+                    problem = str(error)
+                    if source.place and self._is_bad(manifest.name, entries[path], source.place):
+                        bad.append((source.place, path))
+                except (StorageError, NotPlainFileError, OSError) as error:
+                    problem = str(error)
+            return problem
+
+        with ThreadPoolExecutor(at_a_time, "copy") as pool:
+            problems = dict(zip(wanted, pool.map(one, wanted), strict=True))
+        done = tuple(path for path, problem in problems.items() if problem is None)
+        return Report(
+            done=done,
+            problems={path: problem for path, problem in problems.items() if problem is not None},
+            bad=tuple(bad),
+            bytes=sum(entries[path].bytes for path in done),
+            seconds=monotonic() - started,
+        )
+
+    def _is_bad(self, name: str, entry: FileEntry, place: Place) -> bool:
+        """Whether a source that gave other bytes than it should is to blame, and not the way or the target."""
+        if place.node != self._node:
+            return True  # its own holder looks again, when it is told
+        return not self.has(place.tier, name, entry)

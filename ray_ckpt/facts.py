@@ -109,10 +109,15 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
 
 
 def _check_checkpoints(config: Config) -> None:
-    """Refuses what the tracker would refuse; it alone sets a damaged checkpoint aside."""
+    """Refuses what the tracker would refuse; it alone sets a damaged checkpoint aside.
+
+    What the nodes of a cluster hold only the tracker can ask.
+    """
+    if config.tiers.stack().node_tiers:
+        return
     memory, entries = recall(config.run_dir), list_checkpoints(config.run_dir)
     gone = passed_over(entries, memory.left)
-    newest_usable(config.run, config.run_dir, entries, commits=memory.commits, passed=gone)
+    newest_usable(config.run, config.run_dir, entries, commits=memory.durable_commits, passed=gone)
 
 
 def _data_identity(index: Index) -> str:
@@ -132,6 +137,11 @@ def tracker_options(config: Config) -> TrackerOptions:
         max_fruitless=config.elastic.max_fruitless_attempts,
         retention=config.retention.rules(),
         guard=config.guard.rule(),
+        stack=config.tiers.stack(),
+        tier_steps={
+            "local": config.tiers.local_every_steps,
+            "durable": config.tiers.durable_every_steps,
+        },
     )
 
 

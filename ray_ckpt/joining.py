@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ckpt.config import Config
+from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import check_run, tracker_options
 from ray_ckpt.ray_private import quiet_reports
 from ray_ckpt.session import Session
@@ -40,12 +41,14 @@ def attach(config: Config) -> Session:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     nodes: list[Any] = [None] * context.get_world_size()
-    dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
+    node = ray.get_runtime_context().get_node_id()
+    dist.all_gather_object(nodes, node)
     return Session(
         config,
         tracker=RayTracker(config.run) if rank == 0 else None,
         device=ray.train.torch.get_device(),
         nodes=nodes,
+        node=node,
     )
 
 
@@ -57,6 +60,11 @@ def _attach_alone(config: Config) -> Session:
             "attach() joins a training function of Ray Train, or a program that has called "
             "torch.distributed.init_process_group(): start the function with ray_ckpt.run(config, train), or call "
             "init_process_group() first."
+        )
+    if config.tiers.stack().node_tiers:
+        raise ConfigError(
+            f"--tiers.use {' '.join(config.tiers.use)}: copies on the nodes are held by actors of Ray, and there is no "
+            "Ray here. Use --tiers.use durable, or start the function with ray_ckpt.run(config, train)."
         )
     # Nobody reads ahead, and nobody is told of commits: both are Ray's.
     config = replace(

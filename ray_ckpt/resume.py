@@ -14,6 +14,7 @@ from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import load, verify_together
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RestoreError
+from ray_ckpt.gathering import gather
 from ray_ckpt.initial import check_unchanged
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
@@ -34,6 +35,7 @@ def resume(
     group: dist.ProcessGroup,
     device: torch.device,
     nodes: list[str],
+    node: str,
     first_micro_batch: int,
 ) -> Attempt:
     """Begins an attempt and restores what the tracker says; every rank calls it.
@@ -48,6 +50,7 @@ def resume(
         group: gloo process group of all ranks.
         device: of this rank.
         nodes: on rank 0, node of each rank.
+        node: of this rank.
         first_micro_batch: of this rank; names its random numbers when there are none to restore.
 
     Returns:
@@ -61,7 +64,19 @@ def resume(
     plan = attempt.plan
     while plan is not None:
         folder = config.run_dir / CHECKPOINTS_DIR / plan.name
-        faults = verify_together(folder, plan.manifest, group)
+        if plan.sources:
+            gathered = gather(plan, attempt, config, talk, group=group, node=node)
+            if isinstance(gathered, str):
+                plan = talk.ask(
+                    "not_gathered",
+                    generation=attempt.generation,
+                    name=plan.name,
+                    problem=gathered,
+                )
+                continue
+            folder = gathered
+        # What was gathered was compared on the way.
+        faults = [] if plan.sources else verify_together(folder, plan.manifest, group)
         if not faults:
             exact = load(state, folder, plan.manifest, group, device, config.saving.allow_missing)
             if not exact:

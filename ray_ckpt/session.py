@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Session:
         tracker: on rank 0, who to ask; None on the others.
         device: of this rank.
         nodes: on rank 0, node of each rank, for the record.
+        node: of this rank.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Session:
         tracker: TrackerClient | None,
         device: torch.device,
         nodes: list[str] | None = None,
+        node: str = "",
     ) -> None:
         self.config, self.device = config, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -89,13 +92,15 @@ class Session:
         timeout = timedelta(seconds=config.saving.timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._talk = Talk(tracker, dist.new_group(backend="gloo", timeout=timeout))
-        self._nodes = nodes or []
+        self._nodes, self._node = nodes or [], node
+        self._stack = config.tiers.stack()
         self._run_dir = config.run_dir
         self._state: TrainState | None = None
         self._batch: Batch | None = None
         self._transform: Transform | None = None
         self._reducer: Reducer | None = None
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
+        self._metrics: dict[int, dict[str, float]] = {}  # of saves that Ray Train was not told of
         self._prepared_bytes = 0
         self._seen = time.monotonic()
         self._data_wait_s = 0.0
@@ -142,6 +147,7 @@ class Session:
             group=self._group,
             device=self.device,
             nodes=self._nodes,
+            node=self._node,
             first_micro_batch=self.plan.micro_batches[0],
         )
         self._state, self._segment, self._skips = state, attempt.segment, attempt.skips
@@ -159,7 +165,8 @@ class Session:
         )
         self._first_step = state.progress.step + 1
         self._saver = Saver(
-            run_dir=self._run_dir,
+            run_dir=self._first_tier(),
+            node=self._node,
             generation=attempt.generation,
             group=self._group,
             stager=Stager(self.config.saving.staging, state.optimizers),
@@ -265,6 +272,8 @@ class Session:
         if agreement.report and self._reporter is not None:
             self._reporter.report()
         self._steward.exchange(flush=agreement.save)
+        if self._stack.node_tiers and self._steward.durable_step is not None:
+            self._report(self._steward.durable_step)
         if hold_s:
             self._hold(hold_s)
         self._seen = time.monotonic()
@@ -296,11 +305,28 @@ class Session:
             self._save()
             self._saver.wait(self.config.saving.timeout_s)
             self._check_last_save()
+        self._wait_until_durable()
         if self._reporter is not None and self._talk.told(self._reporter.waiting):
             self._reporter.report()
         self._steward.exchange(flush=True)
         self._talk.ask("finished", generation=self._steward.generation, step=state.progress.step)
         self._saver.close(self.config.saving.timeout_s)
+
+    def _wait_until_durable(self) -> None:
+        """The end of a run is in the tier that survives the cluster, before the cluster may go."""
+        if not self._stack.node_tiers:
+            return
+        step, generation = self.progress.step, self._steward.generation
+        deadline = time.monotonic() + self.config.saving.timeout_s
+        while problem := self._talk.ask("durable", generation=generation, step=step):
+            if self._talk.told(time.monotonic() >= deadline):
+                raise StorageError(
+                    f"the state of the last step {step} is on the nodes, and did not get to the durable tier within "
+                    f"--saving.timeout-s {self.config.saving.timeout_s:g} ({problem}). Mend the storage and start "
+                    "the run again while the cluster lives."
+                )
+            time.sleep(0.2)
+        self._report(step)
 
     # ---- no longer sane -------------------------------------------------------------------------
 
@@ -438,6 +464,11 @@ class Session:
             self._saver.prepare(full_state)
             self._prepared_bytes += grown
 
+    def _first_tier(self) -> Path:
+        """The run's folder in the tier that this rank writes into."""
+        tiers = self._stack.node_tiers
+        return self._stack.root(tiers[0], self._run_dir) if tiers else self._run_dir
+
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
         progress = self.progress
@@ -463,6 +494,7 @@ class Session:
             "tokens": progress.tokens,
             "world_size": self.world_size,
             "files": [asdict(entry) for entry in result.files],
+            "places": result.places,
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,
@@ -471,5 +503,12 @@ class Session:
             "bitwise_comparable": self._watch.bitwise_comparable,
             "skipped": [asdict(skip) for skip in self._skips],
         }
-        if self._steward.commit(save) and self._reporter is not None:
-            self._reporter.committed(result.step, self._steward.generation, save["metrics"])
+        self._metrics[result.step] = save["metrics"]
+        if self._steward.commit(save) and not self._stack.node_tiers:
+            self._report(result.step)
+
+    def _report(self, step: int) -> None:
+        """On rank 0: a checkpoint of this attempt is in the durable tier, where Ray Train may look for it."""
+        if self._reporter is not None and step in self._metrics:
+            self._reporter.committed(step, self._steward.generation, self._metrics[step])
+        self._metrics = {later: each for later, each in self._metrics.items() if later > step}

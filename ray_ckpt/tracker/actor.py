@@ -6,33 +6,59 @@ the run's story, one line an event; the same lines go to a table file in the Log
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_ckpt.checkpoint.names import checkpoint_name
+from ray_ckpt.checkpoint.names import checkpoint_name, parse_checkpoint_name
 from ray_ckpt.checkpoint.signature import Keys, active, install
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.ray_private import session_logs_dir
+from ray_ckpt.tiers.ray_fleet import RayFleet
 from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.client import NAMESPACE, actor_name
-from ray_ckpt.tracker.core import Directive, RunFacts, TrackerCore, TrackerOptions
+from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
 from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.view.commits import read_elsewhere, second_look
 from ray_ckpt.view.logtable import LogTable
 from ray_ckpt.view.metrics import Metrics
 from ray_ckpt.view.story import tell
 
-TICK_S = 5.0  # a gauge of Ray that is set once is gone after about 20 s (ray#56405)
+ADVANCE_S = 0.25
+GAUGE_TICKS = 20  # a gauge of Ray that is set once is gone after about 20 s (ray#56405)
+
+_C = TypeVar("_C", bound=Callable[..., Any])
+
+
+def _in_turn(method: _C) -> _C:
+    """One call at a time: the actor's own thread calls too."""
+
+    @functools.wraps(method)
+    def called(self: TrackerActor, *args: Any, **kwargs: Any) -> Any:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return cast("_C", called)
+
+
+def _fleet(facts: RunFacts, options: TrackerOptions, keys: Keys | None) -> RayFleet | None:
+    if not options.stack.node_tiers:
+        return None
+    run_dir = Path(facts.run_dir)
+    return RayFleet(run=facts.run, run_dir=run_dir, stack=options.stack, keys=keys)
 
 
 class TrackerActor(TrackerCore):
     """Serves the calls of rank 0, the controller's callbacks and the driver, one at a time."""
 
     def __init__(self, facts: RunFacts, options: TrackerOptions, keys: Keys | None = None) -> None:
+        self._turn = threading.RLock()
         install(keys)  # the driver's, whatever this node's environment says
         self._looks: dict[Any, str] = {}
         self._lock = RunLock(Path(facts.run_dir))
@@ -44,21 +70,28 @@ class TrackerActor(TrackerCore):
             on_event=self._show,
             aside=Thread("housekeeping"),
             read=read_elsewhere,
+            fleet=_fleet(facts, options, keys),
         )
         self.announce()
-        threading.Thread(target=self._tick, name="metrics", daemon=True).start()
+        threading.Thread(target=self._tick, name="tick", daemon=True).start()
 
-    def steps(self, generation: int, records: list[dict[str, Any]]) -> Directive:
-        answer = super().steps(generation, records)
+    def advance(self) -> None:
+        super().advance()
         self._collect_looks()
-        return answer
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
         committed = super().commit(generation, save)
-        if committed:
-            name = checkpoint_name(int(save["step"]), generation)
-            self._looks[second_look(self._dir, name, int(save["step"]))] = name
+        if committed and not self._options.stack.node_tiers:
+            self._look_at(checkpoint_name(int(save["step"]), generation))
         return committed
+
+    def _on_durable(self, name: str) -> None:
+        self._look_at(name)
+
+    def _look_at(self, name: str) -> None:
+        key = parse_checkpoint_name(name)
+        assert key is not None, name
+        self._looks[second_look(self._dir, name, key[0])] = name
 
     def __repr__(self) -> str:
         return f"tracker:{self._facts.run}"  # what Ray puts before the lines of this actor's log
@@ -75,9 +108,14 @@ class TrackerActor(TrackerCore):
         self._metrics.count(event)
 
     def _tick(self) -> None:
+        """Copies to slower tiers go on, and gauges stay, also while no worker calls."""
         stop = threading.Event()
-        while not stop.wait(TICK_S):
-            self._metrics.set(self.status())
+        for tick in itertools.count():
+            stop.wait(ADVANCE_S)
+            with self._turn:
+                self.advance()
+                if tick % GAUGE_TICKS == 0:
+                    self._metrics.set(self.status())
 
     def _collect_looks(self) -> None:
         if not self._looks:
@@ -91,6 +129,11 @@ class TrackerActor(TrackerCore):
                 problem = f"the second look did not finish ({type(error).__name__})"
             if problem:
                 self._record("alert", name=name, problem=problem)
+
+
+for _name, _method in vars(TrackerCore).items():
+    if callable(_method) and not _name.startswith("_"):
+        setattr(TrackerActor, _name, _in_turn(getattr(TrackerActor, _name)))
 
 
 def start_tracker(facts: RunFacts, options: TrackerOptions) -> Any:

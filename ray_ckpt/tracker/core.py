@@ -14,14 +14,14 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint import signature
-from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints
-from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name, parse_checkpoint_name
 from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.trust import key_problem
@@ -36,8 +36,11 @@ from ray_ckpt.errors import (
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
+from ray_ckpt.tiers.fleet import Fleet
 from ray_ckpt.tiers.housekeeping import ReadBack, read_back
+from ray_ckpt.tiers.placement import Place
 from ray_ckpt.tracker.aside import Aside
+from ray_ckpt.tracker.copies import CopyBook
 from ray_ckpt.tracker.journal import (
     JOURNAL_NAME,
     STEPS_NAME,
@@ -50,6 +53,7 @@ from ray_ckpt.tracker.journal import (
 from ray_ckpt.tracker.keeper import Keeper
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.pace import RECENT_STEPS, Pace
+from ray_ckpt.tracker.places import InFolder, OnNodes, Places
 from ray_ckpt.tracker.records import (
     Attempt,
     Directive,
@@ -58,17 +62,11 @@ from ray_ckpt.tracker.records import (
     TrackerOptions,
     Verdict,
 )
-from ray_ckpt.tracker.rollback import Remedy, passed_over
+from ray_ckpt.tracker.rollback import Remedy, left, passed_over
 from ray_ckpt.tracker.sanity import Sanity
 from ray_ckpt.tracker.segments import SegmentBook
-from ray_ckpt.tracker.shelf import (
-    discard,
-    incomplete,
-    manifest_in,
-    new_manifest,
-    newest_usable,
-    restore_plan,
-)
+from ray_ckpt.tracker.shelf import new_manifest, newest_usable, restore_plan
+from ray_ckpt.tracker.tierdesk import Hooks, TierDesk
 
 __all__ = [
     "Attempt",
@@ -96,6 +94,7 @@ class TrackerCore:
         on_event: told every event after it is in the journal.
         aside: where housekeeping runs; by default where it is asked for.
         read: how a checkpoint is read back before older ones are deleted.
+        fleet: who holds the copies on the nodes; needed when there are tiers on the nodes.
     """
 
     def __init__(
@@ -107,6 +106,7 @@ class TrackerCore:
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
         aside: Aside | None = None,
         read: ReadBack = read_back,
+        fleet: Fleet | None = None,
     ) -> None:
         self._facts, self._options = facts, options
         self._clock, self._on_event = clock, on_event
@@ -137,14 +137,41 @@ class TrackerCore:
             aside=aside,
             read=read,
         )
+        self._places = self._make_places(fleet)
         self._sanity = Sanity(
-            run_dir=self._dir,
+            entries=self._places.entries,
             rule=options.guard,
             memory=self.memory,
             record=self._record,
-            keep=self._keeper.keep,
+            keep=self._places.keep,
             clock=clock,
         )
+
+    def _make_places(self, fleet: Fleet | None) -> Places:
+        common: dict[str, Any] = {
+            "run_dir": self._dir,
+            "memory": self.memory,
+            "keeper": self._keeper,
+            "make_manifest": self._manifest,
+        }
+        stack = self._options.stack
+        if not stack.node_tiers:
+            return InFolder(**common)
+        assert fleet is not None, "tiers on the nodes need holders there"
+
+        def make_desk(places: OnNodes) -> TierDesk:
+            hooks = Hooks(
+                record=self._record,
+                every_steps=lambda tier: self._pace.tier_every(tier, self.memory),
+                last_step=self.memory.tier_steps.get,
+                is_durable=places.is_durable,
+                seal=places.seal,
+                promoted=places.promoted,
+                is_left=lambda entry: left(entry, self.memory.left),
+            )
+            return TierDesk(stack=stack, fleet=fleet, book=CopyBook(self._dir), hooks=hooks)
+
+        return OnNodes(**common, make_desk=make_desk, on_durable=self._on_durable)
 
     def announce(self) -> None:
         """Notes that a tracker took up the run: a new job, or the same one after its tracker died."""
@@ -165,6 +192,7 @@ class TrackerCore:
         """
         if problem := key_problem(self._dir):
             raise RestoreError(problem)  # before anything is on record: it is no fault of the run
+        self._places.begin(nodes)
         if self.memory.attempt_open:
             # Nobody said how the last one ended: its driver died, or its whole cluster.
             self.interruption(kind="lost", cause="the job ended without a word")
@@ -185,12 +213,14 @@ class TrackerCore:
         self._keeper.begin()
         self._pace.begin_attempt()
         self._decide()
+        self._places.began(generation)
         return Attempt(
             generation=generation,
             plan=self._plan(entry),
             directive=self._directive(),
             skips=self.memory.skips,
             signed=signature.active() is not None,
+            holders=self._places.holders(),
         )
 
     def restored(
@@ -210,8 +240,26 @@ class TrackerCore:
             verified=source or None,  # every byte was read and compared on the way in
             lost_steps_more=lost_steps_more,
         )
-        self._keeper.restoring("")
+        self._places.restoring("")
         self._last_step = step
+
+    def bad_copies(self, generation: int, name: str, bad: list[tuple[Place, str]]) -> None:
+        """Copies on nodes that were found not to be what was written; others were taken in their place."""
+        self._check(generation)
+        assert isinstance(self._places, OnNodes)
+        self._places.bad_copies(name, bad)
+
+    def not_gathered(self, generation: int, name: str, problem: str) -> RestorePlan | None:
+        """The nodes did not give a checkpoint back: offers it from the durable tier, or an older one.
+
+        Raises:
+            RestoreError: there is no other.
+        """
+        self._check(generation)
+        assert isinstance(self._places, OnNodes)
+        self._places.desk.pass_over(name)
+        self._record("skipped", name=name, reason=f"from the nodes: {problem}", faults=[])
+        return self._plan(self._newest_usable())
 
     def reject(self, generation: int, name: str, faults: list[Fault]) -> RestorePlan | None:
         """Quarantines a checkpoint that failed verification and offers the next older one.
@@ -293,6 +341,7 @@ class TrackerCore:
             # The attempt ended because it said so before.
             kind, cause = "nonfinite", str(trouble["reason"])
         if not group or group != self.memory.last_group:
+            self._places.refresh()
             step, kept = self._last_step, self._kept_step()
             lost_steps = max(0, step - kept)
             self._record(
@@ -324,6 +373,7 @@ class TrackerCore:
         self._record("finished", step=step, exposure_s=self.memory.exposure_s)
         self._last_step = step
         self._keeper.settle(SETTLE_S)
+        self._places.close()
 
     # ---- steps and saves ------------------------------------------------------------------------
 
@@ -340,8 +390,12 @@ class TrackerCore:
             self._last_record = record
         if self._pace.steps([float(record["step_time_s"]) for record in records]):
             self._decide()
-        self._keeper.advance()
+        self.advance()
         return self._directive()
+
+    def advance(self) -> None:
+        """Takes on record what was done aside, and begins what is due; neither waits nor raises."""
+        self._places.advance()
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
         """Makes a written checkpoint usable, or says in the journal why not.
@@ -349,7 +403,8 @@ class TrackerCore:
         Args:
             generation: of the writer.
             save: ``step, samples, tokens, world_size, files [{path, bytes, checksum}], stall_s,
-                upload_s, metrics, guard, error, bitwise_comparable, skipped``.
+                upload_s, metrics, guard, error, bitwise_comparable, skipped``; and with tiers on the nodes
+                ``places``, a node to the files that its workers wrote.
 
         Returns:
             Whether the checkpoint is committed.
@@ -361,14 +416,14 @@ class TrackerCore:
         step = int(save["step"])
         folder = self._dir / CHECKPOINTS_DIR / checkpoint_name(step, generation)
         try:
-            manifest, problem = self._place(folder, generation, save)
+            manifest, problem = self._put(folder.name, generation, save)
         except UnsaneStateError as error:
             self._sanity.set_aside(folder, save, error)
             self._keeper.after_save()  # of these too only a few are kept
             return False
         if manifest is None and problem:
             self._record("save_failed", step=step, name=folder.name, error=problem)
-            discard(folder)
+            self._places.discard(folder.name)
             self._keeper.after_save()  # what may go may be what fills the disk
             return False
         if manifest is None or folder.name in self.memory.committed:
@@ -379,6 +434,7 @@ class TrackerCore:
             "commit",
             step=step,
             name=folder.name,
+            tier=self._options.stack.use[0],
             bytes=manifest.total_bytes,
             files=len(manifest.files),
             world_size=manifest.world_size,
@@ -390,43 +446,40 @@ class TrackerCore:
             guard_s=manifest.guard.get("seconds"),
         )
         self._decide()
-        self._keeper.after_save()
+        self._places.committed(folder.name)
         return True
+
+    def durable(self, generation: int, step: int) -> str:
+        """Whether a step is in the durable tier: empty when it is, else what is in the way, in words.
+
+        Whoever asks wants it there: it is copied whatever the intervals say.
+        """
+        self._check(generation)
+        return self._places.durable(checkpoint_name(step, generation))
+
+    def _on_durable(self, name: str) -> None:
+        """A checkpoint got to the durable tier by a copy."""
+
+    def _manifest(self, generation: int, save: Mapping[str, Any]) -> Manifest:
+        self._sanity.check(save["guard"])
+        return new_manifest(
+            self._facts,
+            generation,
+            save,
+            committed_at=self._clock(),
+            segment=self._segments.newest,
+        )
 
     def _pin_first_of_segment(self, name: str) -> None:
         """Keeps the first checkpoint of a segment: the way back to what the segment began as."""
         segment = self._segments.newest
         if not segment.number or self.memory.first_of_segment not in ("", name):
             return
-        self._keeper.keep(name, f"first checkpoint of segment {segment.number} ({segment.reason})")
+        self._places.keep(name, f"first checkpoint of segment {segment.number} ({segment.reason})")
 
-    def _place(
-        self, folder: Path, generation: int, save: dict[str, Any]
-    ) -> tuple[Manifest | None, str]:
-        """The manifest of a checkpoint, put in place if it is not there yet; or None and why not.
-
-        None without a reason: it was committed before, and is deleted since.
-        """
+    def _put(self, name: str, generation: int, save: dict[str, Any]) -> tuple[Manifest | None, str]:
         try:
-            # First of all: a commit that is in place is never undone, whatever a late or repeated call says.
-            manifest = manifest_in(folder)
-            if manifest is not None:
-                return manifest, ""
-            if folder.name in self.memory.committed:
-                return None, ""  # its files are going, or gone
-            problem = save["error"] or incomplete(folder, save["files"])
-            if problem:
-                return None, str(problem)
-            self._sanity.check(save["guard"])
-            manifest = new_manifest(
-                self._facts,
-                generation,
-                save,
-                committed_at=self._clock(),
-                segment=self._segments.newest,
-            )
-            write_manifest(folder, manifest)
-            return manifest, ""
+            return self._places.put(name, generation, save)
         except (ManifestError, StorageError, OSError, ValueError) as error:
             return None, str(error)
         except (TypeError, LookupError) as error:
@@ -531,7 +584,7 @@ class TrackerCore:
 
     def _highest_generation(self) -> int:
         """The highest generation that left a trace: a journal may be lost, and its generations not."""
-        folders = (entry.generation for entry in list_checkpoints(self._dir))
+        folders = (entry.generation for entry in self._places.entries())
         return max(self.memory.generation, self._last_generation, *folders)
 
     def _kept_step(self) -> int:
@@ -581,7 +634,7 @@ class TrackerCore:
             logger.exception("steps.jsonl lags behind by %d lines", len(self._steps))
 
     def _newest_usable(self) -> CheckpointEntry | None:
-        entries = list_checkpoints(self._dir)
+        entries = self._places.entries()
         for entry in entries:
             damaged = entry.manifest is None and entry.committed and not entry.unreadable
             if damaged and entry.quarantined is None:
@@ -591,7 +644,7 @@ class TrackerCore:
             self._facts.run,
             self._dir,
             entries,
-            commits=self.memory.commits,
+            commits=self.memory.durable_commits,
             passed=self._passed(entries),
         )
 
@@ -604,9 +657,10 @@ class TrackerCore:
     def _plan(self, entry: CheckpointEntry | None) -> RestorePlan | None:
         if entry is None:
             return None
-        self._keeper.restoring(entry.folder.name)
-        entries = list_checkpoints(self._dir)
-        return restore_plan(entry, entries, self._passed(entries))
+        self._places.restoring(entry.folder.name)
+        entries = self._places.entries()
+        plan = restore_plan(entry, entries, self._passed(entries))
+        return replace(plan, sources=self._places.sources(plan.name))
 
     def _passed(self, entries: list[CheckpointEntry]) -> dict[str, str]:
         """Usable checkpoints that are passed over just now, and why."""
@@ -626,4 +680,5 @@ class TrackerCore:
             hold_s=self.memory.hold_s,
             last_commit_step=self.memory.last_commit_step,
             failed_in_a_row=self.memory.failed_in_a_row,
+            durable_step=self.memory.durable_step,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from ray_ckpt.checkpoint.quarantine import GUARD
 from ray_ckpt.skips import Skip
@@ -22,6 +22,8 @@ RECENT_NORMS = 64
 
 # Interruptions that somebody wanted: they say nothing about how often the job fails.
 PLANNED = frozenset({"resize", "drain", "user_stop"})
+# The tier of events that name none: for long there was no other.
+DURABLE: Final = "durable"
 
 
 @dataclass(kw_only=True)
@@ -68,6 +70,10 @@ class RunMemory:
         rollbacks: in a row, since the last commit beyond that step.
         left: courses of the run that were left by a rollback.
         skips: holes in the run's order.
+        durable_commits: how many checkpoints were committed in the durable tier.
+        tiers: checkpoint to the tiers that have it, as far as the journal tells, and since when.
+        tier_steps: tier to the step of the newest checkpoint that got there.
+        transfers_s: tier to how long the last few copies to it took, seconds.
     """
 
     generation: int = 0
@@ -108,6 +114,15 @@ class RunMemory:
     rollbacks: int = 0
     left: list[Course] = field(default_factory=list)
     skips: tuple[Skip, ...] = ()
+    durable_commits: int = 0
+    tiers: dict[str, dict[str, float]] = field(default_factory=dict)
+    tier_steps: dict[str, int] = field(default_factory=dict)
+    transfers_s: dict[str, deque[float]] = field(default_factory=dict)
+
+    @property
+    def durable_step(self) -> int | None:
+        """Step of the newest checkpoint that got to the durable tier."""
+        return self.tier_steps.get(DURABLE)
 
     @property
     def failures(self) -> int:
@@ -192,11 +207,23 @@ class RunMemory:
         self.committed.add(self.last_commit_name)
         self.first_of_segment = self.first_of_segment or self.last_commit_name
         self._take_norm(event)
+        self._arrived(event)
         if step > self.trouble_step:
             self.rollbacks = self.trouble_step = 0
         if self.attempt_open:
             # What was saved was executed, even if a power cut took the lines of its steps.
             self.kept_step = max(self.kept_step, step)
+
+    def _arrived(self, event: dict[str, Any]) -> None:
+        tier, name = str(event.get("tier", DURABLE)), str(event["name"])
+        self.tiers.setdefault(name, {})[tier] = float(event["time"])
+        self.tier_steps[tier] = int(event["step"])
+        self.durable_commits += tier == DURABLE
+
+    def _on_promote(self, event: dict[str, Any]) -> None:
+        self._arrived(event)
+        times_s = self.transfers_s.setdefault(str(event["tier"]), deque(maxlen=RECENT_SAVES))
+        times_s.append(float(event["seconds"]))
 
     def _on_segment(self, event: dict[str, Any]) -> None:
         self.segment = int(event["number"])
@@ -209,6 +236,7 @@ class RunMemory:
 
     def _on_quarantine(self, event: dict[str, Any]) -> None:
         self.verified.discard(str(event["name"]))
+        self.tiers.get(str(event["name"]), {}).pop(DURABLE, None)
         if event.get("by") == GUARD:
             self.refused += 1
             self.refusals[str(event["name"])] = event
@@ -237,6 +265,13 @@ class RunMemory:
         self.exposure_s = float(event["exposure_s"])
 
     def _on_delete(self, event: dict[str, Any]) -> None:
+        tier, name = str(event.get("tier", DURABLE)), str(event["name"])
+        tiers = self.tiers.get(name, {})
+        tiers.pop(tier, None)
+        if not tiers:
+            self.tiers.pop(name, None)
+        if tier != DURABLE:
+            return
         self.verified.discard(str(event["name"]))
         self.pins.pop(str(event["name"]), None)
 

@@ -8,6 +8,7 @@ from statistics import median
 
 from ray_ckpt.policy.decision import Decision, Measured, decide, oversteps
 from ray_ckpt.policy.failures import FailureBelief
+from ray_ckpt.policy.interval import young
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.records import TrackerOptions
 
@@ -79,6 +80,23 @@ class Pace:
             return None
         self._told = new
         return new
+
+    def tier_every(self, tier: str, memory: RunMemory) -> int:
+        """Steps between copies to a slower tier.
+
+        A copy takes nothing from training but bandwidth, so what it costs is its time, and what it saves is the work
+        since the last one when the faster tiers are lost: Young's formula with the one as the stall. Not more often
+        than the copies themselves take, nor than there are saves.
+        """
+        if fixed := self._options.tier_steps.get(tier):
+            return fixed
+        step_s, times_s = self.step_time_s, memory.transfers_s.get(tier)
+        if not step_s or not times_s:
+            return self.decision.every_steps
+        copy_s = median(times_s)
+        wanted_s = max(young(copy_s, self.belief(memory).mtbf_s), copy_s)
+        limited_s = min(wanted_s, self._options.limits.max_s)
+        return max(self.decision.every_steps, round(limited_s / step_s))
 
     def belief(self, memory: RunMemory) -> FailureBelief:
         """How often the job fails."""

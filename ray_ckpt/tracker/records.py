@@ -11,7 +11,9 @@ from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
+from ray_ckpt.tiers.holder import Source
 from ray_ckpt.tiers.rules import Rules
+from ray_ckpt.tiers.stack import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class TrackerOptions:
         max_fruitless: attempts in a row without a new step before the run is stopped.
         retention: which checkpoints are kept; by default all.
         guard: what may be committed, and what to do when the run is no longer finite.
+        stack: the tiers.
+        tier_steps: a tier to a fixed number of steps between its copies; one that is not named is decided.
     """
 
     limits: IntervalLimits
@@ -58,6 +62,8 @@ class TrackerOptions:
     max_fruitless: int = 3
     retention: Rules = field(default_factory=Rules)
     guard: GuardRule = field(default_factory=GuardRule)
+    stack: Stack = field(default_factory=Stack)
+    tier_steps: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +74,13 @@ class RestorePlan:
         name: its folder's name.
         manifest: its manifest.
         reason: why this one, in words.
+        sources: file to where it can be taken from, fastest first; empty: all from the run's folder.
     """
 
     name: str
     manifest: Manifest
     reason: str
+    sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +94,7 @@ class Attempt:
         segment: that it trains in; known once it has restored.
         skips: holes in the run's order.
         signed: whether manifests are signed, which takes a SHA-256 of every file.
+        holders: node to the name of the holder there; none without tiers on the nodes.
     """
 
     generation: int
@@ -94,6 +103,7 @@ class Attempt:
     segment: Segment = FIRST
     skips: tuple[Skip, ...] = ()
     signed: bool = False
+    holders: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +117,7 @@ class Directive:
         hold_s: how long the workers wait after that save, for what it was asked for; seconds.
         last_commit_step: step of the newest commit, None before the first.
         failed_in_a_row: failed saves since the last commit.
+        durable_step: step of the newest checkpoint in the durable tier, None before the first.
     """
 
     every_steps: int
@@ -115,6 +126,7 @@ class Directive:
     hold_s: float
     last_commit_step: int | None
     failed_in_a_row: int
+    durable_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint.guard import GuardRule, is_nonfinite, judge, reason
-from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints, usable
+from ray_ckpt.checkpoint.listing import CheckpointEntry, usable
 from ray_ckpt.checkpoint.quarantine import GUARD, write_quarantine
 from ray_ckpt.errors import ManifestError, StorageError, UnsaneStateError
 from ray_ckpt.skips import Skip, skip_past
@@ -26,7 +26,7 @@ class Sanity:
     """The guard's side of a run's tracker.
 
     Args:
-        run_dir: the run's folder.
+        entries: lists all checkpoints of the run, newest first.
         rule: what may be committed, and what to do when the run is no longer finite.
         memory: of the run.
         record: puts an event on record.
@@ -37,14 +37,14 @@ class Sanity:
     def __init__(
         self,
         *,
-        run_dir: Path,
+        entries: Callable[[], list[CheckpointEntry]],
         rule: GuardRule,
         memory: RunMemory,
         record: Callable[..., None],
         keep: Callable[[str, str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._dir, self._rule, self._memory = run_dir, rule, memory
+        self._entries, self._rule, self._memory = entries, rule, memory
         self._record, self._keep, self._clock = record, keep, clock
 
     def check(self, report: Mapping[str, Any]) -> None:
@@ -130,5 +130,4 @@ class Sanity:
 
     def on_course(self) -> list[CheckpointEntry]:
         """Usable checkpoints of the course that the run is on, newest first."""
-        entries = usable(list_checkpoints(self._dir))
-        return [entry for entry in entries if not left(entry, self._memory.left)]
+        return [entry for entry in usable(self._entries()) if not left(entry, self._memory.left)]

@@ -56,6 +56,11 @@ class Steward:
         """Whether somebody asked for a save that has not begun."""
         return self._directive.save_request > self._answered_request
 
+    @property
+    def durable_step(self) -> int | None:
+        """Step of the newest checkpoint in the durable tier, as far as the tracker has told."""
+        return self._directive.durable_step
+
     def is_committed(self, step: int) -> bool:
         """Whether a step is committed; asks the tracker when the answer to a commit may have been lost."""
         if self._tracker is None or self.committed_step == step:

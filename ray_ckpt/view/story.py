@@ -42,10 +42,40 @@ def _decision(e: dict[str, Any]) -> str:
 
 
 def _commit(e: dict[str, Any]) -> str:
+    tier = e.get("tier", "durable")
+    where = "" if tier == "durable" else f" in {tier}"
     return (
-        f"committed {e['name']}: {human_bytes(e['bytes'])} in {e['files']} files, stall "
+        f"committed {e['name']}{where}: {human_bytes(e['bytes'])} in {e['files']} files, stall "
         f"{human_duration(e['stall_s'])}, upload {human_duration(e['upload_s'])}"
     )
+
+
+def _replicated(e: dict[str, Any]) -> str:
+    few = "" if e["copies"] >= e["wanted"] else f" ({e['wanted']} are wanted: too few nodes)"
+    return (
+        f"{e['name']} was read back in {e['tier']}, and has {e['copies']} "
+        f"{'copy' if e['copies'] == 1 else 'copies'} there{few}: {human_bytes(e['bytes'])} moved in "
+        f"{human_duration(e['seconds'])}"
+    )
+
+
+def _promote(e: dict[str, Any]) -> str:
+    tries = "" if e["tries"] == 1 else f", in {e['tries']} tries"
+    return (
+        f"{e['name']} is in {e['tier']} too: {human_bytes(e['bytes'])} copied and compared in "
+        f"{human_duration(e['seconds'])}{tries}"
+    )
+
+
+def _promote_failed(e: dict[str, Any]) -> str:
+    return (
+        f"{e['name']} DID NOT GET TO {e['tier']} in {e['tries']} tries, the next one that is due is tried: "
+        f"{e['error']}"
+    )
+
+
+def _bad_copy(e: dict[str, Any]) -> str:
+    return f"BAD COPY of {e['name']} in {e['tier']} on node {e['node'][:12]}: {e['path']} is not as written"
 
 
 def _save_failed(e: dict[str, Any]) -> str:
@@ -97,7 +127,8 @@ def _verified(e: dict[str, Any]) -> str:
 
 
 def _delete(e: dict[str, Any]) -> str:
-    return f"deleted {e['name']}: {e['reason']}"
+    where = f" from {e['tier']}" if "tier" in e else ""
+    return f"deleted {e['name']}{where}: {e['reason']}"
 
 
 def _delete_failed(e: dict[str, Any]) -> str:
@@ -124,6 +155,10 @@ _TELLERS = {
     "restored": _restored,
     "decision": _decision,
     "commit": _commit,
+    "replicated": _replicated,
+    "promote": _promote,
+    "promote_failed": _promote_failed,
+    "bad_copy": _bad_copy,
     "save_failed": _save_failed,
     "save_requested": _save_requested,
     "quarantine": _quarantine,

@@ -45,7 +45,7 @@ from ray_ckpt.checkpoint.verify import Fault, hash_file, verify_files
 from ray_ckpt.checkpoint.writer import ChecksumWriter
 from ray_ckpt.errors import ConfigError, ManifestError, RayCkptError, RestoreError
 from ray_ckpt.state.codec import encode
-from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, _remove, collect, mend
+from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, collect, mend, remove_folder
 from ray_ckpt.tiers.pins import DAMAGED, pin, read_pins, unpin
 from ray_ckpt.tiers.retention import Verdict
 from ray_ckpt.tiers.stock import take_stock
@@ -331,7 +331,7 @@ def test_housekeeping_goes_through_no_link(tmp_path):
             run, [gone, behind], generation=1, newest_generation=lambda: 1, gate=Gate()
         )
         # Once its manifest is gone somebody may put a link in its place.
-        assert _remove(linked)
+        assert remove_folder(linked)
     assert [(outcome.name, outcome.kept) for outcome in outcomes] == [
         (linked.name, True),
         (folder.name, False),

@@ -22,7 +22,7 @@ from ray_ckpt.checkpoint.names import MANIFEST_NAME, QUARANTINE_NAME, checkpoint
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import RestoreError, StaleGenerationError, StorageError
 from ray_ckpt.policy.decision import IntervalLimits
-from ray_ckpt.tracker import core as module
+from ray_ckpt.tracker import places as module
 from ray_ckpt.tracker.core import Attempt, RunFacts, TrackerCore, TrackerOptions
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, JsonLines, read_lines
 from ray_ckpt.tracker.memory import PLANNED, RunMemory

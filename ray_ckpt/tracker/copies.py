@@ -1,0 +1,135 @@
+"""What the nodes hold: which file of which checkpoint has a living copy where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.manifest import Manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
+from ray_ckpt.tiers.holder import Address, Inventory, Source
+from ray_ckpt.tiers.placement import Place, missing
+from ray_ckpt.tiers.stack import TIER_NAMES, NodeTier
+
+
+class CopyBook:
+    """Copies of one run on its nodes, as far as their holders have told.
+
+    Args:
+        run_dir: the run's folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir
+        self._manifests: dict[str, Manifest] = {}
+        self._copies: dict[str, dict[str, set[Place]]] = {}
+        self._addresses: dict[str, Address] = {}
+
+    def take(self, inventories: Mapping[str, Inventory]) -> list[str]:
+        """Forgets all, and learns what these nodes have; returns what is wrong with it, in words."""
+        self._manifests, self._copies = {}, {}
+        self._addresses = {node: found.address for node, found in inventories.items()}
+        problems = []
+        for node, found in sorted(inventories.items()):
+            problems += [f"node {node}: {text}" for text in found.problems.values()]
+            for tier, holdings in found.holdings.items():
+                for holding in holdings:
+                    if holding.manifest is None or holding.quarantined:
+                        continue
+                    known = self._manifests.setdefault(holding.name, holding.manifest)
+                    if known != holding.manifest:
+                        problems.append(
+                            f"node {node} has another manifest of {holding.name} in {tier} than others: its copies "
+                            "are not used"
+                        )
+                        continue
+                    self.add(Place(tier, node), holding.manifest, holding.paths)
+        return problems
+
+    def add(self, place: Place, manifest: Manifest, paths: Iterable[str]) -> None:
+        """Notes copies."""
+        self._manifests[manifest.name] = manifest
+        copies = self._copies.setdefault(manifest.name, {})
+        for path in paths:
+            copies.setdefault(path, set()).add(place)
+
+    def remove(self, place: Place, name: str, path: str) -> None:
+        """One copy is no more."""
+        self._copies.get(name, {}).get(path, set()).discard(place)
+
+    def remove_all(self, tier: NodeTier, name: str) -> set[str]:
+        """All copies of a checkpoint in a tier are no more; returns the nodes that had some."""
+        nodes = set()
+        for places in self._copies.get(name, {}).values():
+            gone = {place for place in places if place.tier == tier}
+            nodes |= {place.node for place in gone}
+            places -= gone
+        return nodes
+
+    def forget_node(self, node: str) -> None:
+        """A node is gone."""
+        self._addresses.pop(node, None)
+        for copies in self._copies.values():
+            for places in copies.values():
+                places -= {place for place in places if place.node == node}
+
+    def names(self) -> list[str]:
+        """Of all checkpoints that some node holds something of, newest first."""
+        held = (m for m in self._manifests.values() if any(self._copies.get(m.name, {}).values()))
+        return [m.name for m in sorted(held, key=lambda m: (m.step, m.generation), reverse=True)]
+
+    def manifest(self, name: str) -> Manifest:
+        """Of a checkpoint in :meth:`names`."""
+        return self._manifests[name]
+
+    def copies(self, name: str, tier: NodeTier | None = None) -> dict[str, set[Place]]:
+        """Path to the places that have it, in one tier or in all."""
+        return {
+            path: {place for place in places if tier in (None, place.tier)}
+            for path, places in self._copies.get(name, {}).items()
+        }
+
+    def complete(self, name: str, tier: NodeTier | None = None) -> bool:
+        """Whether every file has a living copy, in one tier or in all of them together."""
+        manifest = self._manifests.get(name)
+        return manifest is not None and not missing(manifest, self.copies(name, tier))
+
+    def entries(self) -> list[CheckpointEntry]:
+        """The complete ones, newest first, as a listing of a folder has them."""
+        found = []
+        for name in self.names():
+            if not self.complete(name):
+                continue
+            manifest = self._manifests[name]
+            # Nominal: where it is, or would be, in the durable tier.
+            folder = self._dir / CHECKPOINTS_DIR / name
+            found.append(
+                CheckpointEntry(folder, manifest.step, manifest.generation, manifest, None)
+            )
+        return found
+
+    def sources(self, name: str, *, durable: bool) -> dict[str, tuple[Source, ...]]:
+        """Where each file can be taken from, fastest tier first; empty when no node has anything.
+
+        Args:
+            name: of the checkpoint.
+            durable: whether the durable tier has it too.
+        """
+        copies = self._copies.get(name, {})
+        if not any(copies.values()):
+            return {}
+        last = (Source(place=None),) if durable else ()
+        return {
+            entry.path: tuple(
+                Source(place=place, address=self._addresses[place.node])
+                for place in sorted(copies.get(entry.path, ()), key=_fastest)
+                if place.node in self._addresses
+            )
+            + last
+            for entry in self._manifests[name].files
+        }
+
+
+def _fastest(place: Place) -> tuple[int, str]:
+    return TIER_NAMES.index(place.tier), place.node

@@ -1,0 +1,286 @@
+"""Where a tracker's checkpoints are: in the run's folder alone, or first in tiers on the nodes.
+
+Two answers to the same questions, so that the tracker does not ask which kind of run it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints
+from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
+from ray_ckpt.errors import ManifestError, StorageError
+from ray_ckpt.tiers.holder import Source
+from ray_ckpt.tiers.placement import Place
+from ray_ckpt.tracker.keeper import Keeper
+from ray_ckpt.tracker.memory import DURABLE, RunMemory
+from ray_ckpt.tracker.shelf import discard, incomplete, manifest_in
+from ray_ckpt.tracker.tierdesk import TierDesk
+
+MakeManifest = Callable[[int, Mapping[str, Any]], Manifest]
+"""A manifest of what a save of a generation reports, if its state may be committed."""
+
+
+class Places(Protocol):
+    """Where checkpoints are."""
+
+    def begin(self, nodes: Sequence[str]) -> None:
+        """A new attempt, with workers on these nodes."""
+        ...
+
+    def began(self, generation: int) -> None:
+        """Its generation is on record: what older ones left uncommitted may go."""
+        ...
+
+    def holders(self) -> dict[str, str]:
+        """Node to the name of the holder there."""
+        ...
+
+    def entries(self) -> list[CheckpointEntry]:
+        """All checkpoints, newest first."""
+        ...
+
+    def refresh(self) -> None:
+        """Workers are gone, and copies may be gone with them."""
+        ...
+
+    def restoring(self, name: str) -> None:
+        """Protects the checkpoint that an attempt restores; an empty name is the end of that."""
+        ...
+
+    def sources(self, name: str) -> Mapping[str, tuple[Source, ...]]:
+        """File to where it can be taken from; empty: all from the run's folder."""
+        ...
+
+    def put(
+        self, name: str, generation: int, save: Mapping[str, Any]
+    ) -> tuple[Manifest | None, str]:
+        """The manifest of a checkpoint, put in place if it is not there yet; or None and why not.
+
+        None without a reason: it was committed before, and is deleted since.
+
+        Raises:
+            UnsaneStateError: its state must not be committed.
+        """
+        ...
+
+    def committed(self, name: str) -> None:
+        """The commit is on record."""
+        ...
+
+    def discard(self, name: str) -> None:
+        """Removes what a failed save left."""
+        ...
+
+    def keep(self, name: str, reason: str) -> None:
+        """Pins a checkpoint for the run itself; raises nothing."""
+        ...
+
+    def durable(self, name: str) -> str:
+        """Asks for a checkpoint in the durable tier: empty when it is there, else what is in the way."""
+        ...
+
+    def advance(self) -> None:
+        """Takes on record what was done aside, and begins what is due; neither waits nor raises."""
+        ...
+
+    def close(self) -> None:
+        """The run has finished."""
+        ...
+
+
+class InFolder:
+    """Workers write into the run's folder, and there is no other place.
+
+    Args:
+        run_dir: the run's folder.
+        memory: of the run.
+        keeper: of the folder.
+        make_manifest: makes a manifest.
+    """
+
+    def __init__(
+        self, *, run_dir: Path, memory: RunMemory, keeper: Keeper, make_manifest: MakeManifest
+    ) -> None:
+        self._dir, self._memory, self._keeper = run_dir, memory, keeper
+        self._make_manifest = make_manifest
+
+    def begin(self, nodes: Sequence[str]) -> None:
+        pass
+
+    def began(self, generation: int) -> None:
+        pass
+
+    def holders(self) -> dict[str, str]:
+        return {}
+
+    def entries(self) -> list[CheckpointEntry]:
+        return list_checkpoints(self._dir)
+
+    def refresh(self) -> None:
+        pass
+
+    def restoring(self, name: str) -> None:
+        self._keeper.restoring(name)
+
+    def sources(self, name: str) -> Mapping[str, tuple[Source, ...]]:
+        return {}
+
+    def put(
+        self, name: str, generation: int, save: Mapping[str, Any]
+    ) -> tuple[Manifest | None, str]:
+        folder = self._dir / CHECKPOINTS_DIR / name
+        # First of all: a commit that is in place is never undone, whatever a late or repeated call says.
+        manifest = manifest_in(folder)
+        if manifest is not None:
+            return manifest, ""
+        if name in self._memory.committed:
+            return None, ""  # its files are going, or gone
+        problem = save["error"] or incomplete(folder, save["files"])
+        if problem:
+            return None, str(problem)
+        manifest = self._make_manifest(generation, save)
+        write_manifest(folder, manifest)
+        return manifest, ""
+
+    def committed(self, name: str) -> None:
+        self._keeper.after_save()
+
+    def discard(self, name: str) -> None:
+        discard(self._dir / CHECKPOINTS_DIR / name)
+
+    def keep(self, name: str, reason: str) -> None:
+        self._keeper.keep(name, reason)
+
+    def durable(self, name: str) -> str:
+        return "" if name in self._memory.committed else "it is not committed"
+
+    def advance(self) -> None:
+        self._keeper.advance()
+
+    def close(self) -> None:
+        pass
+
+
+class OnNodes:
+    """Workers write into a tier on their nodes; the run's folder gets copies.
+
+    Args:
+        run_dir: the run's folder.
+        memory: of the run.
+        keeper: of the folder.
+        make_manifest: makes a manifest.
+        make_desk: makes the desk, from what seals a checkpoint in the folder and what is told then.
+        on_durable: told the name of a checkpoint that is in the folder, once that is on record.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        memory: RunMemory,
+        keeper: Keeper,
+        make_manifest: MakeManifest,
+        make_desk: Callable[[OnNodes], TierDesk],
+        on_durable: Callable[[str], None],
+    ) -> None:
+        self._dir, self._memory, self._keeper = run_dir, memory, keeper
+        self._make_manifest, self._on_durable = make_manifest, on_durable
+        self._to_keep: dict[str, list[str]] = {}  # once they are in the folder
+        self.desk = make_desk(self)
+
+    def begin(self, nodes: Sequence[str]) -> None:
+        self.desk.begin(nodes)
+
+    def began(self, generation: int) -> None:
+        self.desk.sweep(generation)
+
+    def holders(self) -> dict[str, str]:
+        return self.desk.holders()
+
+    def entries(self) -> list[CheckpointEntry]:
+        # Of one that is on the nodes and in the folder, that of the nodes comes first.
+        both = [*self.desk.entries(), *list_checkpoints(self._dir)]
+        return sorted(both, key=lambda entry: (entry.step, entry.generation), reverse=True)
+
+    def refresh(self) -> None:
+        self.desk.refresh()
+
+    def restoring(self, name: str) -> None:
+        self._keeper.restoring(name)
+        self.desk.restoring(name)
+
+    def sources(self, name: str) -> Mapping[str, tuple[Source, ...]]:
+        return self.desk.sources(name)
+
+    def put(
+        self, name: str, generation: int, save: Mapping[str, Any]
+    ) -> tuple[Manifest | None, str]:
+        if name in self._memory.committed:
+            return None, ""
+        if save["error"]:
+            return None, str(save["error"])
+        manifest = self._make_manifest(generation, save)
+        problem = self.desk.commit(manifest, save["places"])
+        return (None, problem) if problem else (manifest, "")
+
+    def committed(self, name: str) -> None:
+        self.desk.advance()
+
+    def discard(self, name: str) -> None:
+        self.desk.discard(name)
+
+    def keep(self, name: str, reason: str) -> None:
+        if self.is_durable(name):
+            self._keeper.keep(name, reason)
+            return
+        self._to_keep.setdefault(name, []).append(reason)
+        self.desk.force(name)
+
+    def durable(self, name: str) -> str:
+        if self.is_durable(name):
+            return ""
+        self.desk.force(name)
+        self.desk.advance()
+        if self.is_durable(name):
+            return ""
+        return self.desk.problem(DURABLE) or "the copy is under way"
+
+    def advance(self) -> None:
+        self.desk.advance()
+        self._keeper.advance()
+
+    def close(self) -> None:
+        self.desk.close(finished=True)
+
+    # ---- for the desk ---------------------------------------------------------------------------
+
+    def is_durable(self, name: str) -> bool:
+        """Whether the folder has a checkpoint."""
+        return DURABLE in self._memory.tiers.get(name, {})
+
+    def seal(self, manifest: Manifest) -> str | None:
+        """Commits a checkpoint in the folder, whose files are all there; why not, if it cannot."""
+        folder = self._dir / CHECKPOINTS_DIR / manifest.name
+        try:
+            problem = incomplete(folder, [asdict(entry) for entry in manifest.files])
+            if problem is None:
+                write_manifest(folder, manifest)
+            return problem
+        except (ManifestError, StorageError, OSError) as error:
+            return str(error)
+
+    def promoted(self, name: str) -> None:
+        """A checkpoint is in the folder, and that is on record."""
+        for reason in self._to_keep.pop(name, ()):
+            self._keeper.keep(name, reason)
+        self._on_durable(name)
+        self._keeper.after_save()
+
+    def bad_copies(self, name: str, bad: Sequence[tuple[Place, str]]) -> None:
+        """Copies that were found not to be what was written."""
+        self.desk.bad_copies(name, bad)

@@ -1,0 +1,352 @@
+"""Tiers on the nodes, from a tracker's side: holders of several nodes in this process, real files, real copies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ckpt.checkpoint.manifest import read_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
+from ray_ckpt.checkpoint.verify import verify_files
+from ray_ckpt.errors import ManifestError, StorageError
+from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.tiers.placement import replica_nodes
+from ray_ckpt.tiers.stack import Stack
+from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
+from ray_ckpt.tracker.journal import read_lines
+from tests.fleet import LocalFleet
+
+NODES = ["a", "b", "c", "d"]
+
+
+class World:
+    """A run with workers on some nodes."""
+
+    def __init__(self, base: Path, stack: Stack, tier_steps: dict[str, int] | None = None) -> None:
+        self.base, self.stack = base, stack
+        self.run_dir = base / "storage" / "demo"
+        self.run_dir.mkdir(parents=True)
+        self.tier_steps = tier_steps or {}
+        self.fleet = LocalFleet(base / "nodes", stack, self.run_dir)
+        self.tracker = self.new_tracker()
+        self.generation = 0
+
+    def new_tracker(self) -> TrackerCore:
+        facts = RunFacts(
+            run="demo",
+            run_dir=str(self.run_dir),
+            config_fingerprint="c",
+            data_fingerprint="d",
+            parallel="ddp",
+            versions={},
+        )
+        options = TrackerOptions(
+            limits=IntervalLimits(),
+            prior_mtbf_s=3600.0,
+            stack=self.stack,
+            tier_steps=self.tier_steps,
+            max_fruitless=100,
+        )
+        return TrackerCore(facts, options, fleet=self.fleet)
+
+    def begin(self, nodes: list[str]) -> Any:
+        attempt = self.tracker.begin_attempt(len(nodes), nodes)
+        self.generation, self.nodes = attempt.generation, nodes
+        return attempt
+
+    def save(self, step: int, **more: Any) -> bool:
+        """What the workers and rank 0 do for one save."""
+        name = checkpoint_name(step, self.generation)
+        files, places = [], {}
+        for rank, node in enumerate(self.nodes):
+            folder = self.fleet.root(node, self.stack.use[0]) / CHECKPOINTS_DIR / name
+            folder.mkdir(parents=True, exist_ok=True)
+            paths = [f"__{rank}_0.distcp", *([".metadata"] if rank == 0 else [])]
+            for path in paths:
+                data = random.Random(f"{step} {self.generation} {path}").randbytes(1000 + rank)
+                (folder / path).write_bytes(data)
+                checksum = xxhash.xxh3_128_hexdigest(data)
+                files.append({"path": path, "bytes": len(data), "checksum": checksum})
+            places.setdefault(node, []).extend(paths)
+        save = {
+            "step": step,
+            "samples": step,
+            "tokens": step,
+            "world_size": len(self.nodes),
+            "files": files,
+            "places": places,
+            "stall_s": 0.1,
+            "upload_s": 0.1,
+            "metrics": {},
+            "guard": {},
+            "error": None,
+            "bitwise_comparable": True,
+        }
+        return self.tracker.commit(self.generation, {**save, **more})
+
+    def settle(self) -> None:
+        for _ in range(8):
+            self.tracker.advance()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in read_lines(self.run_dir / "journal.jsonl") if e["event"] == kind]
+
+    def provided(self, plan: Any, node: str) -> Path | None:
+        """What a worker on a node gets; None when its holder cannot give it."""
+        holder = self.fleet.holders[node]
+        report = holder.provide(plan.manifest, plan.sources)
+        if report.bad:
+            self.tracker.bad_copies(self.generation, plan.name, list(report.bad))
+        if report.problems:
+            return None
+        return self.fleet.root(node, self.stack.use[0]) / CHECKPOINTS_DIR / plan.name
+
+    def durable(self, name: str) -> bool:
+        folder = self.run_dir / CHECKPOINTS_DIR / name
+        try:
+            return verify_files(folder, read_manifest(folder)) == []
+        except (ManifestError, StorageError):
+            return False
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, Stack(use=("memory", "durable"), replicas=2), {"durable": 20})
+    yield made
+    made.fleet.close(drop_memory=False)
+
+
+def test_a_commit_in_memory_gets_replicas_and_the_first_one_goes_to_the_durable_tier(
+    world: World,
+) -> None:
+    assert world.begin(NODES).plan is None
+    assert world.save(10)
+    world.settle()
+    assert world.durable("step-00000010-g1")
+    (replicated,) = world.events("replicated")
+    assert (replicated["copies"], replicated["wanted"]) == (3, 3)
+    assert [e["tier"] for e in world.events("commit")] == ["memory"]
+    assert [e["tier"] for e in world.events("promote")] == ["durable"]
+    assert world.save(20)
+    assert world.save(25)
+    world.settle()
+    # 20 steps after the first: not 10 after it.
+    assert not world.durable("step-00000020-g1")
+    assert world.save(30)
+    world.settle()
+    assert world.durable("step-00000030-g1")
+
+
+@pytest.mark.parametrize("lost", [["a", "b"], ["a", "c"], ["c", "d"], ["b", "d"]])
+def test_as_many_nodes_as_there_are_replicas_may_die_at_once(world: World, lost: list[str]) -> None:
+    world.begin(NODES)
+    assert world.save(10)
+    world.settle()
+    assert world.save(15)
+    world.settle()
+    for node in lost:
+        world.fleet.kill(node)
+    world.tracker.interruption("node_loss", "two nodes died", group="g1")
+    assert world.events("interruption")[-1]["lost_steps"] == 0
+    left = [node for node in NODES if node not in lost]
+    attempt = world.begin(left)
+    assert attempt.plan.name == "step-00000015-g1"  # newer than what is durable
+    assert attempt.plan.sources
+    for node in left:
+        folder = world.provided(attempt.plan, node)
+        assert folder is not None
+        assert verify_files(folder, attempt.plan.manifest) == []
+
+
+def test_more_nodes_than_replicas_die_and_the_run_goes_back_to_the_durable_tier(
+    world: World,
+) -> None:
+    world.begin(NODES)
+    assert world.save(10)
+    world.settle()
+    assert world.save(15)
+    world.settle()
+    for node in ["a", "b", "c"]:
+        world.fleet.kill(node)
+    attempt = world.begin(["d"])
+    # What one survivor has of step 15 is not all of it.
+    assert attempt.plan.name == "step-00000010-g1"
+
+
+def test_without_any_copy_left_and_nothing_durable_the_run_begins_again_and_is_not_refused(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, Stack(use=("memory", "durable"), replicas=0), {"durable": 20})
+    world.begin(["a"])
+    for _ in range(2):
+        world.fleet.stuck = {("a", "promote")}
+        assert world.save(10)
+    world.fleet.kill("a")
+    assert world.begin(["b"]).plan is None
+
+
+def test_a_bad_copy_is_deleted_told_and_another_one_is_taken(world: World) -> None:
+    world.begin(NODES)
+    assert world.save(10)
+    world.settle()
+    name = "step-00000010-g1"
+    bad = world.fleet.root("b") / CHECKPOINTS_DIR / name / "__1_0.distcp"
+    bad.write_bytes(b"x" + bad.read_bytes()[1:])
+    attempt = world.begin(NODES)
+    folder = world.provided(attempt.plan, "b")
+    assert folder is not None
+    assert verify_files(folder, attempt.plan.manifest) == []
+    assert {e["path"] for e in world.events("bad_copy")} == {"__1_0.distcp"}
+
+
+def test_when_all_copies_of_a_file_are_bad_the_durable_tier_gives_it(world: World) -> None:
+    world.begin(NODES)
+    assert world.save(10)
+    world.settle()
+    name = "step-00000010-g1"
+    for node in NODES:
+        path = world.fleet.root(node) / CHECKPOINTS_DIR / name / "__1_0.distcp"
+        if path.exists():
+            path.write_bytes(b"y" * path.stat().st_size)
+    attempt = world.begin(NODES)
+    folder = world.provided(attempt.plan, "a")
+    assert folder is not None
+    assert verify_files(folder, attempt.plan.manifest) == []
+
+
+def test_nodes_that_do_not_give_a_checkpoint_back_are_passed_over_and_the_folder_is_read(
+    world: World,
+) -> None:
+    world.begin(NODES)
+    assert world.save(10)
+    world.settle()
+    attempt = world.begin(NODES)
+    assert attempt.plan.sources
+    plan = world.tracker.not_gathered(world.generation, attempt.plan.name, "no answer")
+    assert plan is not None
+    assert plan.name == attempt.plan.name
+    assert not plan.sources
+
+
+def test_a_save_that_a_node_does_not_have_is_not_committed(world: World) -> None:
+    world.begin(NODES)
+    assert not world.save(10, places={"a": ["__0_0.distcp", ".metadata"]})
+    assert not world.save(11, error="rank 2: disk full")
+    world.fleet.kill("d")
+    assert not world.save(12)
+    assert len(world.events("save_failed")) == 3
+    assert world.begin(["a", "b"]).plan is None
+
+
+def test_a_broken_durable_tier_delays_itself_alone(world: World) -> None:
+    world.begin(NODES)
+    world.fleet.stuck = {(node, "promote") for node in NODES}
+    for step in range(10, 60, 10):
+        assert world.save(step)
+        world.settle()
+    assert not world.events("promote")
+    assert len(world.events("replicated")) == 5
+    world.fleet.stuck = set()
+    world.settle()
+    # The one that hung comes first; then the newest, not each that was missed.
+    assert [e["step"] for e in world.events("promote")] == [10, 50]
+
+
+def test_memory_keeps_the_newest_and_forgets_older_ones_once_newer_ones_are_proved(
+    world: World,
+) -> None:
+    world.begin(NODES)
+    for step in range(10, 80, 10):
+        assert world.save(step)
+        world.settle()
+        held = {
+            path.name
+            for node in NODES
+            for path in (world.fleet.root(node) / CHECKPOINTS_DIR).iterdir()
+        }
+        newest = checkpoint_name(step, 1)
+        assert newest in held
+        assert len(held) <= 3
+    deleted = [e["tier"] for e in world.events("delete")]
+    assert deleted
+    assert set(deleted) == {"memory"}
+
+
+def test_the_next_tracker_finds_what_the_nodes_hold(world: World) -> None:
+    world.begin(NODES)
+    assert world.save(10)
+    world.settle()
+    assert world.save(15)
+    world.settle()
+    world.tracker = world.new_tracker()
+    attempt = world.begin(["c", "d", "a", "b"])
+    assert attempt.plan.name == "step-00000015-g1"
+    assert attempt.generation == 2
+
+
+def test_the_end_of_a_run_goes_to_the_durable_tier_whatever_the_interval_says(world: World) -> None:
+    world.begin(NODES)
+    assert world.save(10)
+    world.settle()
+    assert world.save(12)
+    world.settle()
+    assert not world.durable("step-00000012-g1")
+    for _ in range(9):
+        problem = world.tracker.durable(world.generation, 12)
+    assert problem == ""
+    assert world.durable("step-00000012-g1")
+    world.tracker.finished(world.generation, 12)
+    assert not world.fleet.holders
+
+
+def test_three_tiers_and_the_middle_one_alone_survives(tmp_path: Path) -> None:
+    stack = Stack(use=("memory", "local", "durable"), local_folder="/nowhere", replicas=1)
+    world = World(tmp_path, stack, {"local": 5, "durable": 1000})
+    world.begin(["a", "b"])
+    assert world.save(10)
+    world.settle()
+    assert world.save(15)
+    world.settle()
+    tiers = [(e["step"], e["tier"]) for e in world.events("promote")]
+    assert (15, "local") in tiers
+    assert (15, "durable") not in tiers
+    # A reboot of all nodes: memory is gone, disks are not.
+    for node in ["a", "b"]:
+        world.fleet.holders[node].forget("memory")
+    attempt = world.begin(["a", "b"])
+    assert attempt.plan.name == "step-00000015-g1"
+    folder = world.provided(attempt.plan, "a")
+    assert folder is not None
+    assert verify_files(folder, attempt.plan.manifest) == []
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 9),
+    st.integers(0, 5),
+    st.integers(1, 4),
+)
+def test_replicas_are_on_other_nodes_each_once_and_other_domains_come_first(
+    num_nodes: int, replicas: int, num_domains: int
+) -> None:
+    nodes = [f"n{i}" for i in range(num_nodes)]
+    domains = {node: f"zone{i % num_domains}" for i, node in enumerate(nodes)}
+    kept = dict.fromkeys(nodes, 0)
+    for node in nodes:
+        chosen = replica_nodes(node, nodes, replicas, domains)
+        assert node not in chosen
+        assert len(set(chosen)) == len(chosen)
+        assert len(chosen) == min(replicas, num_nodes - 1)
+        reached = {domains[other] for other in chosen} | {domains[node]}
+        assert len(reached) == min(len(chosen) + 1, len(set(domains.values())))
+        for other in replica_nodes(node, nodes, replicas):
+            kept[other] += 1
+    # Without domains each node keeps as much for others as others keep for it.
+    assert len(set(kept.values())) == 1

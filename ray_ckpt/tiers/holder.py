@@ -10,6 +10,8 @@ one is deleted, so that nobody takes it a second time, and the tracker is told.
 
 from __future__ import annotations
 
+import contextlib
+import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ from ray_ckpt.tiers.wire import FileServer, fetch
 Address = tuple[str, int]
 Target = Literal["memory", "local", "durable"]
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _AT_A_TIME = (
     2  # copies of one holder: more would take from training, and one disk or link is soon busy
 )
@@ -46,9 +49,11 @@ class Inventory:
         address: of its file server.
         holdings: tier to its checkpoints, newest first.
         problems: tier to why it cannot be listed.
+        identity: names the folder of the first tier among all machines.
     """
 
     address: Address
+    identity: str
     holdings: Mapping[NodeTier, tuple[Holding, ...]]
     problems: Mapping[NodeTier, str] = field(default_factory=dict)
 
@@ -136,7 +141,12 @@ class Holder:
                 holdings[tier] = tuple(self._depots[tier].inventory())
             except StorageError as error:
                 problems[tier] = str(error)
-        return Inventory(address=self.address, holdings=holdings, problems=problems)
+        return Inventory(
+            address=self.address,
+            identity=_identity(self._depots[self.first].root),
+            holdings=holdings,
+            problems=problems,
+        )
 
     def commit(self, tier: NodeTier, manifest: Manifest, paths: Sequence[str]) -> str | None:
         """Commits this node's part of a checkpoint; what is missing, in words, if it cannot."""
@@ -316,3 +326,12 @@ class Holder:
         if place.node != self._node:
             return True  # its own holder looks again, when it is told
         return not self.has(place.tier, name, entry)
+
+
+def _identity(folder: Path) -> str:
+    """Equal for two nodes that are one machine, and have one folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = folder.stat()
+    with contextlib.suppress(OSError):
+        return f"{_BOOT_ID.read_text().strip()} {found.st_dev} {found.st_ino}"
+    return f"{platform.node()} {found.st_dev} {found.st_ino}"

@@ -39,8 +39,6 @@ class HolderActor(Holder):
         roots = {tier: stack.root(tier, Path(run_dir)) for tier in stack.node_tiers}
         # Held for as long as this process lives, however it ends.
         self._locks = [HoldersLock(root) for root in roots.values()]
-        for lock in self._locks:
-            lock.acquire()
         if "memory" in roots:
             start_janitor(roots["memory"], stack.linger_s)
         super().__init__(

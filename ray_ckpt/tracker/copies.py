@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ray_ckpt.checkpoint.listing import CheckpointEntry
@@ -25,13 +25,16 @@ class CopyBook:
         self._manifests: dict[str, Manifest] = {}
         self._copies: dict[str, dict[str, set[Place]]] = {}
         self._addresses: dict[str, Address] = {}
+        self._same: dict[str, str] = {}
 
     def take(self, inventories: Mapping[str, Inventory]) -> list[str]:
         """Forgets all, and learns what these nodes have; returns what is wrong with it, in words."""
         self._manifests, self._copies = {}, {}
         self._addresses = {node: found.address for node, found in inventories.items()}
-        problems = []
+        problems = self._find_same(inventories)
         for node, found in sorted(inventories.items()):
+            if node in self._same:
+                continue  # a copy in one folder is one copy
             problems += [f"node {node}: {text}" for text in found.problems.values()]
             for tier, holdings in found.holdings.items():
                 for holding in holdings:
@@ -47,9 +50,27 @@ class CopyBook:
                     self.add(Place(tier, node), holding.manifest, holding.paths)
         return problems
 
+    def _find_same(self, inventories: Mapping[str, Inventory]) -> list[str]:
+        firsts: dict[str, str] = {}
+        self._same, problems = {}, []
+        for node, found in sorted(inventories.items()):
+            first = firsts.setdefault(found.identity, node)
+            if first != node:
+                self._same[node] = first
+                problems.append(
+                    f"nodes {first} and {node} are on one machine and have one folder for their copies: they hold no "
+                    "replicas of each other. Give each its own, by a variable in --tiers.memory-folder"
+                )
+        return problems
+
+    def nodes(self, names: Iterable[str]) -> list[str]:
+        """Those of some nodes that have a folder of their own, sorted."""
+        return sorted({self._same.get(node, node) for node in names})
+
     def add(self, place: Place, manifest: Manifest, paths: Iterable[str]) -> None:
         """Notes copies."""
         self._manifests[manifest.name] = manifest
+        place = Place(place.tier, self._same.get(place.node, place.node))
         copies = self._copies.setdefault(manifest.name, {})
         for path in paths:
             copies.setdefault(path, set()).add(place)
@@ -129,6 +150,14 @@ class CopyBook:
             + last
             for entry in self._manifests[name].files
         }
+
+
+def described(sources: Mapping[str, Sequence[Source]]) -> str:
+    """The tiers that a restore begins with, in words."""
+    firsts = {
+        each[0].place.tier if each[0].place else "durable" for each in sources.values() if each
+    }
+    return " and ".join(tier for tier in TIER_NAMES if tier in firsts)
 
 
 def _fastest(place: Place) -> tuple[int, str]:

@@ -40,7 +40,7 @@ from ray_ckpt.tiers.fleet import Fleet
 from ray_ckpt.tiers.housekeeping import ReadBack, read_back
 from ray_ckpt.tiers.placement import Place
 from ray_ckpt.tracker.aside import Aside
-from ray_ckpt.tracker.copies import CopyBook
+from ray_ckpt.tracker.copies import CopyBook, described
 from ray_ckpt.tracker.journal import (
     JOURNAL_NAME,
     STEPS_NAME,
@@ -660,7 +660,9 @@ class TrackerCore:
         self._places.restoring(entry.folder.name)
         entries = self._places.entries()
         plan = restore_plan(entry, entries, self._passed(entries))
-        return replace(plan, sources=self._places.sources(plan.name))
+        sources = self._places.sources(plan.name)
+        where = f", from {described(sources)}" if sources else ""
+        return replace(plan, reason=f"{plan.reason}{where}", sources=sources)
 
     def _passed(self, entries: list[CheckpointEntry]) -> dict[str, str]:
         """Usable checkpoints that are passed over just now, and why."""

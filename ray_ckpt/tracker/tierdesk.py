@@ -291,7 +291,7 @@ class TierDesk:
         return replicas(
             manifest,
             self._book.copies(manifest.name, "memory"),
-            sorted(self._fleet.names()),
+            self._book.nodes(self._fleet.names()),
             count=self._stack.replicas,
             domains=domains,
         )

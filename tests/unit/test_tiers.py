@@ -180,6 +180,23 @@ def test_more_nodes_than_replicas_die_and_the_run_goes_back_to_the_durable_tier(
     assert attempt.plan.name == "step-00000010-g1"
 
 
+def test_two_nodes_on_one_machine_are_no_replicas_of_each_other(world: World) -> None:
+    for node in ("b", "c"):  # of one machine: a link stands for one folder under two names
+        (world.base / "nodes").mkdir(exist_ok=True)
+        (world.base / "nodes" / node).symlink_to(world.base / "nodes" / "shared")
+    (world.base / "nodes" / "shared").mkdir()
+    world.begin(NODES)
+    assert any("one machine" in e["problem"] for e in world.events("alert"))
+    assert world.save(10)
+    world.settle()
+    world.fleet.kill("b")
+    world.fleet.kill("d")
+    world.fleet.kill("a")
+    # The folder of b and c is there still: with it c has one copy of everything.
+    assert world.events("replicated")[-1]["copies"] == 3
+    assert world.begin(["c"]).plan.name == "step-00000010-g1"
+
+
 def test_without_any_copy_left_and_nothing_durable_the_run_begins_again_and_is_not_refused(
     tmp_path: Path,
 ) -> None:

@@ -1,57 +1,105 @@
-"""Making a checkpoint's files readable on this node, from wherever its copies live."""
+"""A restore from copies on the nodes: each rank gets the files that it needs, from wherever a copy lives."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
+from ray_ckpt.checkpoint.restore import NotBroughtError, load
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RayCkptError
+from ray_ckpt.state.train_state import TrainState
 from ray_ckpt.tiers.holder import Report
+from ray_ckpt.tiers.placement import Place
 from ray_ckpt.tiers.ray_fleet import holder_by_name, take
 from ray_ckpt.tracker.core import Attempt, RestorePlan
-from ray_ckpt.tracker.talk import Talk
+
+_METADATA = ".metadata"
 
 
-def gather(
-    plan: RestorePlan,
-    attempt: Attempt,
-    config: Config,
-    talk: Talk,
-    *,
-    group: dist.ProcessGroup,
-    node: str,
-) -> Path | str:
-    """Every rank asks the holder of its node for the files; every rank calls this.
+class Gathering:
+    """One checkpoint of an attempt, given back by the nodes.
 
-    The holder compares each byte with the manifest. Copies that are bad are told to the tracker, also when there was
-    another one in their place.
+    The holder of a rank's node fetches what the rank needs into the node's fastest tier, and compares each byte with
+    the manifest. What is there already is compared too, and not fetched.
 
-    Returns:
-        The folder on this node, when every rank has its files; else what is missing, in words, on every rank.
+    Args:
+        plan: what to restore.
+        attempt: that restores it.
+        config: of the run.
+        group: of all ranks.
+        node: of this rank.
     """
-    report = _ask_holder(plan, attempt.holders.get(node, ""), config.saving.timeout_s)
-    reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, report, group=group)
-    bad = [each for report in reports for each in report.bad]
-    if bad:
-        bad = list(dict.fromkeys(bad))
-        talk.ask("bad_copies", generation=attempt.generation, name=plan.name, bad=bad)
-    problems = [text for report in reports for text in report.problems.values()]
-    if problems:
-        return str(problems[0])
-    stack = config.tiers.stack()
-    return stack.root(stack.node_tiers[0], config.run_dir) / CHECKPOINTS_DIR / plan.name
 
+    def __init__(
+        self,
+        plan: RestorePlan,
+        attempt: Attempt,
+        config: Config,
+        *,
+        group: dist.ProcessGroup,
+        node: str,
+    ) -> None:
+        self._plan, self._config, self._group = plan, config, group
+        self._holder = attempt.holders.get(node, "")
+        stack = config.tiers.stack()
+        root = stack.root(stack.node_tiers[0], config.run_dir)
+        self.folder = root / CHECKPOINTS_DIR / plan.name
+        self._bad: list[tuple[Place, str]] = []
 
-def _ask_holder(plan: RestorePlan, holder: str, timeout_s: float) -> Report:
-    try:
-        actor = holder_by_name(holder)
-        ticket = actor.provide.remote(manifest=plan.manifest, sources=plan.sources)
-        done, report = take(ticket, timeout_s)
-    except RayCkptError as error:
-        return Report(problems={"": str(error)})
-    return report if done else Report(problems={"": f"its holder took more than {timeout_s:g} s"})
+    def load(self, state: TrainState, device: torch.device) -> bool:
+        """As :func:`ray_ckpt.checkpoint.restore.load`; every rank calls it.
+
+        Raises:
+            NotBroughtError: on every rank, when one of them could not get a file.
+        """
+        problem = ""
+        try:
+            self.bring({_METADATA})
+        except NotBroughtError as error:
+            problem = str(error)
+        problems: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems, problem, group=self._group)
+        if text := next(filter(None, problems), ""):
+            raise NotBroughtError(text)
+        return load(
+            state,
+            self.folder,
+            self._plan.manifest,
+            self._group,
+            device,
+            self._config.saving.allow_missing,
+            bring=self.bring,
+        )
+
+    def bring(self, paths: Collection[str]) -> None:
+        """Makes files readable in :attr:`folder`.
+
+        Raises:
+            NotBroughtError: no copy of one of them could be had.
+        """
+        report = self._ask(paths)
+        self._bad += report.bad
+        for path, problem in report.problems.items():
+            raise NotBroughtError(f"{path or self._plan.name}: {problem}")
+
+    def bad_copies(self) -> list[tuple[Place, str]]:
+        """Copies that turned out to be bad, on any rank, with others in their place or not; every rank calls it."""
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, self._bad, group=self._group)
+        return list(dict.fromkeys(each for bad in found for each in bad))
+
+    def _ask(self, paths: Collection[str]) -> Report:
+        sources = {path: self._plan.sources.get(path, ()) for path in sorted(paths)}
+        timeout_s = self._config.saving.timeout_s
+        try:
+            actor = holder_by_name(self._holder)
+            ticket = actor.provide.remote(manifest=self._plan.manifest, sources=sources)
+            done, report = take(ticket, timeout_s)
+        except RayCkptError as error:
+            return Report(problems={"": str(error)})
+        return report if done else Report(problems={"": f"no answer within {timeout_s:g} s"})

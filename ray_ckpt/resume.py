@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
-from ray_ckpt.checkpoint.restore import load, verify_together
+from ray_ckpt.checkpoint.restore import NotBroughtError, load, verify_together
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RestoreError
-from ray_ckpt.gathering import gather
+from ray_ckpt.gathering import Gathering
 from ray_ckpt.initial import check_unchanged
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
@@ -61,30 +61,42 @@ def resume(
     """
     attempt: Attempt = talk.ask("begin_attempt", world_size=dist.get_world_size(), nodes=nodes)
     started = time.monotonic()
-    plan = attempt.plan
+    plan, half_loaded = attempt.plan, ""
     while plan is not None:
-        folder = config.run_dir / CHECKPOINTS_DIR / plan.name
         if plan.sources:
-            gathered = gather(plan, attempt, config, talk, group=group, node=node)
-            if isinstance(gathered, str):
+            gathering = Gathering(plan, attempt, config, group=group, node=node)
+            folder, problem = gathering.folder, ""
+            try:
+                exact = gathering.load(state, device)
+            except NotBroughtError as error:
+                problem = str(error)
+            if bad := gathering.bad_copies():
+                talk.ask("bad_copies", generation=attempt.generation, name=plan.name, bad=bad)
+            if problem:
+                half_loaded = f"{plan.name} could not be taken from the nodes ({problem})"
                 plan = talk.ask(
-                    "not_gathered",
-                    generation=attempt.generation,
-                    name=plan.name,
-                    problem=gathered,
+                    "not_gathered", generation=attempt.generation, name=plan.name, problem=problem
                 )
                 continue
-            folder = gathered
-        # What was gathered was compared on the way.
-        faults = [] if plan.sources else verify_together(folder, plan.manifest, group)
-        if not faults:
+        else:
+            folder = config.run_dir / CHECKPOINTS_DIR / plan.name
+            faults = verify_together(folder, plan.manifest, group)
+            if faults:
+                plan = talk.ask(
+                    "reject", generation=attempt.generation, name=plan.name, faults=faults
+                )
+                continue
             exact = load(state, folder, plan.manifest, group, device, config.saving.allow_missing)
-            if not exact:
-                rng.seed_all(config.seed, state.progress.step, first_micro_batch)
-            _check_progress(state, plan, folder)
-            break
-        plan = talk.ask("reject", generation=attempt.generation, name=plan.name, faults=faults)
+        if not exact:
+            rng.seed_all(config.seed, state.progress.step, first_micro_batch)
+        _check_progress(state, plan, folder)
+        break
     if plan is None:
+        if half_loaded:
+            raise RestoreError(
+                f"{half_loaded}. There is no other checkpoint, and the state is half loaded: the next attempt begins "
+                "with a fresh one."
+            )
         if config.init_from:
             _load_initial(state, config)
         rng.seed_all(config.seed, 0, first_micro_batch)

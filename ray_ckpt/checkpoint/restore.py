@@ -6,7 +6,7 @@ them unpickles DCP's metadata or copies a byte into the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.futures import Future
 
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.mapped import MappedReader
 from ray_ckpt.checkpoint.verify import Fault, verify_files
-from ray_ckpt.errors import RestoreError
+from ray_ckpt.errors import RestoreError, StorageError
 from ray_ckpt.state import rng
 from ray_ckpt.state.codec import decode
 from ray_ckpt.state.parts import Entry
@@ -39,6 +41,31 @@ def verify_together(folder: Path, manifest: Manifest, group: dist.ProcessGroup) 
     return [fault for each in everyone for fault in each]
 
 
+Bring = Callable[[Collection[str]], None]
+"""Makes files of a checkpoint readable in its folder, as its manifest has them; raises ``NotBroughtError``."""
+
+
+class NotBroughtError(StorageError):
+    """No copy of a file that a restore needs could be had."""
+
+
+class BringingReader(MappedReader):
+    """Reads files that are brought when it is known that this rank needs them.
+
+    Args:
+        folder: where they are then.
+        bring: brings them.
+    """
+
+    def __init__(self, folder: Path, bring: Bring) -> None:
+        super().__init__(folder)
+        self._bring = bring
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._bring({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
+
+
 def load(
     state: TrainState,
     folder: Path,
@@ -46,6 +73,7 @@ def load(
     group: dist.ProcessGroup,
     device: torch.device,
     allow_missing: tuple[str, ...] = (),
+    bring: Bring | None = None,
 ) -> bool:
     """Loads a verified checkpoint into ``state``, in place.
 
@@ -56,6 +84,7 @@ def load(
         group: of all ranks.
         device: of this rank.
         allow_missing: items and tensors that only one side may have, as in ``TrainState.targets``.
+        bring: brings the files that this rank needs; its metadata is there already. None when all are there.
 
     Returns:
         Whether this rank's random generators were restored exactly: they are when the world size is
@@ -63,12 +92,16 @@ def load(
 
     Raises:
         RestoreError: the checkpoint holds other names or shapes than the state; both sides are listed.
+        NotBroughtError: on every rank, when one of them could not get a file; the state may be half loaded.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     same_world = world_size == manifest.world_size
-    reader = MappedReader(folder)
+    reader = MappedReader(folder) if bring is None else BringingReader(folder, bring)
     entries = read_entries(reader, folder, manifest)
-    documents, own = _read_documents(reader, entries, rank if same_world else None, group)
+    try:
+        documents, own = _read_documents(reader, entries, rank if same_world else None, group)
+    except CheckpointException as error:
+        raise _not_brought(error) or error from error
     target = state.targets(
         Saved(
             where=str(folder),
@@ -87,6 +120,8 @@ def load(
     try:
         dcp_load(_to_load(target), storage_reader=reader, process_group=group)
     except (CheckpointException, ValueError) as error:
+        if not_brought := _not_brought(error):
+            raise not_brought from error
         raise RestoreError(
             f"{folder} is intact but does not fit the model or optimizer ({error}). Use the model and "
             "optimizer of the run that saved it."
@@ -95,6 +130,14 @@ def load(
     if same_world:
         rng.apply(generators, device)
     return same_world
+
+
+def _not_brought(error: BaseException) -> NotBroughtError | None:
+    """That a rank did not get a file; DCP tells every rank of every failure."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return next(
+        (failure[0] for failure in failures if isinstance(failure[0], NotBroughtError)), None
+    )
 
 
 def read_entries(reader: FileSystemReader, folder: Path, manifest: Manifest) -> dict[str, Entry]:

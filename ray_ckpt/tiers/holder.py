@@ -15,7 +15,7 @@ import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Literal
@@ -34,9 +34,8 @@ Address = tuple[str, int]
 Target = Literal["memory", "local", "durable"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_AT_A_TIME = (
-    2  # copies of one holder: more would take from training, and one disk or link is soon busy
-)
+_AT_A_TIME = 2  # copies of one holder: more would take from training, and one disk is soon busy
+_PROVED_S = 60.0  # what was read for one worker need not be read again for its neighbours, seconds
 _FETCHES = 4  # files that a restore takes at a time: nobody trains meanwhile
 _FETCH_TIMEOUT_S = 60.0  # without a byte
 
@@ -121,6 +120,7 @@ class Holder:
         self._turns = threading.Semaphore(_AT_A_TIME)
         self._server = FileServer(self._open, host=host, token=token)
         self._providing = threading.Lock()
+        self._proved: dict[tuple[str, str], float] = {}  # file of a checkpoint to when it was read
 
     @property
     def address(self) -> Address:
@@ -199,7 +199,7 @@ class Holder:
 
         Several workers of a node may ask for the same; the files are read once.
         """
-        tier = self.first
+        tier, name = self.first, manifest.name
 
         def bring(entry: FileEntry, source: Source) -> None:
             if source.place is None:
@@ -211,8 +211,14 @@ class Holder:
                 self._pull(manifest.name, entry, source, tier)
 
         with self._providing:
-            report = self._copy(manifest, sources, bring, at_a_time=_FETCHES)
-            return self._committed(tier, manifest, report)
+            now_s = monotonic()
+            fresh = {key for key, at_s in self._proved.items() if now_s - at_s < _PROVED_S}
+            proved = tuple(path for path in sources if (name, path) in fresh)
+            left = {path: each for path, each in sources.items() if path not in proved}
+            report = self._committed(tier, manifest, self._copy(manifest, left, bring, _FETCHES))
+            self._proved = {key: at_s for key, at_s in self._proved.items() if key in fresh}
+            self._proved |= dict.fromkeys(((name, path) for path in report.done), monotonic())
+            return replace(report, done=(*proved, *report.done))
 
     def has(self, tier: NodeTier, name: str, entry: FileEntry) -> bool:
         """Whether a file is here as the manifest says; reads it, and deletes it when it is not."""

@@ -429,6 +429,17 @@ def test_a_drop_that_broke_off_anywhere_is_ended_by_the_next_sweep(tmp_path):
     assert at > 8
 
 
+def test_a_checkpoint_that_files_come_for_again_is_not_on_its_way_out_any_more(depot):
+    put(depot, 10, *PATHS)
+    depot.keep(manifest(10), PATHS)
+    name = checkpoint_name(10, 1)
+    (depot.folder(name) / MANIFEST_NAME).rename(depot.folder(name) / LEAVING_NAME)  # and died
+    (depot.folder(name) / PATHS[0]).unlink()
+    put(depot, 10, *PATHS)
+    assert depot.sweep([], 1) == []
+    assert depot.keep(manifest(10), PATHS) is None
+
+
 def test_a_sweep_spares_what_is_in_flight_kept_committed_or_just_coming(depot):
     for generation in (1, 2, 3):
         put(depot, 10, PATHS[0], generation=generation)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,40 @@ def test_an_end_at_any_touch_of_who_comes_leaves_it_a_root(tmp_path):
         if seen < at:
             break
     assert gone
+
+
+def before_the_lock(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Does something once, when the next lock's file is open and not yet locked."""
+    real = module._try
+
+    def try_(handle: int, how: int) -> bool:
+        monkeypatch.setattr(module, "_try", real)
+        act()
+        return real(handle, how)
+
+    monkeypatch.setattr(module, "_try", try_)
+
+
+def test_a_root_that_went_before_the_lock_on_it_came_is_made_anew(root, monkeypatch):
+    before_the_lock(monkeypatch, lambda: module._take_away(root, lambda _: True))
+    with HoldersLock(root):
+        assert (root / HOLDERS_NAME).exists()
+        assert found(root) == set()
+        assert not module._take_away(root, lambda _: True), "it is held"
+
+
+def test_a_lock_on_a_root_that_went_takes_no_new_one_away(root, monkeypatch):
+    new: list[HoldersLock] = []
+
+    def go_and_come() -> None:
+        assert module._take_away(root, lambda _: True)
+        new.append(HoldersLock(root))
+        fill(root)
+
+    before_the_lock(monkeypatch, go_and_come)
+    assert not module._take_away(root, lambda _: True)
+    assert found(root) == set(FILES)
+    new[0].close()
 
 
 def test_an_end_that_breaks_off_anywhere_leaves_all_of_it_or_nothing_and_the_next_sweep_ends_it(

@@ -328,6 +328,15 @@ def test_a_request_that_was_overheard_cannot_be_said_again(server):
         assert all_of(second) == b""
 
 
+def test_a_request_that_another_node_was_lured_into_is_no_answer():
+    """A stranger greets it with the number that he has to answer, and passes on what it says."""
+    lured, stranger = socket.socketpair()
+    with lured, stranger:
+        say(lured, TOKEN, b"request", b"n" * 32, {"bytes": 1})
+        with pytest.raises(PeerError, match="does not have the run's token"):
+            hear(stranger, TOKEN, b"answer", b"n" * 32, Patience(5, 5))
+
+
 def test_a_request_without_bounds_is_refused_unread(server):
     with socket.create_connection(server.address) as peer:
         read_greeting(peer, Patience(5, 5))

@@ -254,7 +254,7 @@ class Holder:
 
     def _open(self, tier: str, name: str, path: str) -> Path | None:
         depot = self._depots.get(tier)
-        return None if depot is None else depot.folder(name) / path
+        return None if depot is None else depot.find(name, path)
 
     def _sources_here(self, manifest: Manifest, path: str) -> list[Source]:
         """Tiers here that have a file, fastest first."""

@@ -19,7 +19,7 @@ from ray_ckpt.errors import RayCkptError, StorageError
 from ray_ckpt.tiers.durable import durable_of
 from ray_ckpt.tiers.fleet import QUICK_S
 from ray_ckpt.tiers.holder import Holder
-from ray_ckpt.tiers.janitor import HoldersLock, start_janitor
+from ray_ckpt.tiers.janitor import HoldersLock, start_janitor, sweep_stale
 from ray_ckpt.tiers.stack import Stack
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class HolderActor(Holder):
         # Held for as long as this process lives, however it ends.
         self._locks = [HoldersLock(root) for root in roots.values()]
         if "memory" in roots:
+            sweep_stale(stack.base("memory"), stack.linger_s)  # where a janitor could not
             start_janitor(roots["memory"], stack.linger_s)
         super().__init__(
             node=node,

@@ -418,6 +418,7 @@ class TrackerCore:
         try:
             manifest, problem = self._put(folder.name, generation, save)
         except UnsaneStateError as error:
+            self._places.set_aside(folder.name, self._unchecked_manifest(generation, save), save)
             self._sanity.set_aside(folder, save, error)
             self._keeper.after_save()  # of these too only a few are kept
             return False
@@ -462,6 +463,9 @@ class TrackerCore:
 
     def _manifest(self, generation: int, save: Mapping[str, Any]) -> Manifest:
         self._sanity.check(save["guard"])
+        return self._unchecked_manifest(generation, save)
+
+    def _unchecked_manifest(self, generation: int, save: Mapping[str, Any]) -> Manifest:
         return new_manifest(
             self._facts,
             generation,

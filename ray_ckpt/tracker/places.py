@@ -76,6 +76,10 @@ class Places(Protocol):
         """Removes what a failed save left."""
         ...
 
+    def set_aside(self, name: str, manifest: Manifest, save: Mapping[str, Any]) -> None:
+        """Keeps the files of a save whose state must not be committed; raises nothing."""
+        ...
+
     def keep(self, name: str, reason: str) -> None:
         """Pins a checkpoint for the run itself; raises nothing."""
         ...
@@ -152,6 +156,9 @@ class InFolder:
 
     def discard(self, name: str) -> None:
         discard(self._dir / CHECKPOINTS_DIR / name)
+
+    def set_aside(self, name: str, manifest: Manifest, save: Mapping[str, Any]) -> None:
+        pass  # they are where they are kept
 
     def keep(self, name: str, reason: str) -> None:
         self._keeper.keep(name, reason)
@@ -233,6 +240,9 @@ class OnNodes:
 
     def discard(self, name: str) -> None:
         self.desk.discard(name)
+
+    def set_aside(self, name: str, manifest: Manifest, save: Mapping[str, Any]) -> None:
+        self.desk.set_aside(manifest, save["places"])
 
     def keep(self, name: str, reason: str) -> None:
         if self.is_durable(name):

@@ -71,10 +71,11 @@ class Sanity:
         }
         now_s = self._clock()
         try:
+            folder.mkdir(parents=True, exist_ok=True)  # its files may be on their way there
             write_quarantine(
                 folder, error.reason, time_s=now_s, findings=error.findings, by=GUARD, facts=facts
             )
-        except (ManifestError, StorageError):
+        except (ManifestError, StorageError, OSError):
             # Without a manifest it is no checkpoint, with or without the note.
             logger.exception("%s: what the guard found could not be noted", folder)
         self._record(

@@ -82,6 +82,7 @@ class TierDesk:
         self._verified: set[tuple[NodeTier, str]] = set()  # every byte was read and compared
         self._settled: set[str] = set()  # as many copies in the first tier as there are to be
         self._given_up: set[tuple[Target, str]] = set()
+        self._evidence: list[tuple[str, str, Any]] = []  # node, checkpoint, call that copies it
         self._in_use = ""
         self._nodes: tuple[str, ...] = ()
 
@@ -200,6 +201,18 @@ class TierDesk:
         for node in self._fleet.names():
             self._post(node, "drop", tier=self._first, name=name)
 
+    def set_aside(self, manifest: Manifest, places: Mapping[str, Sequence[str]]) -> None:
+        """Copies what must not be committed to where it is kept as evidence; then it goes from the nodes."""
+        for node, paths in places.items():
+            try:
+                ticket = self._fleet.post(
+                    node, "promote", manifest=manifest, paths=tuple(paths), target="durable"
+                )
+            except RayCkptError as error:
+                logger.warning("%s is not kept whole: %s", manifest.name, error)
+            else:
+                self._evidence.append((node, manifest.name, ticket))
+
     def force(self, name: str) -> None:
         """A checkpoint goes to every tier, whatever the intervals say."""
         self._forced.add(name)
@@ -212,6 +225,7 @@ class TierDesk:
             now_s = self._clock()
             for target, transfer in list(self._transfers.items()):
                 self._poll(target, transfer, now_s)
+            self._clear_evidence()
             for target in self._targets():
                 if target not in self._transfers and (name := self._due(target)):
                     self._begin(target, name, now_s)
@@ -233,6 +247,22 @@ class TierDesk:
         self._fleet.close(drop_memory=finished)
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _clear_evidence(self) -> None:
+        left = []
+        for node, name, ticket in self._evidence:
+            try:
+                done, report = self._fleet.take(ticket, 0)
+                for problem in (report.problems if done else {}).values():
+                    logger.warning("%s is not kept whole: %s", name, problem)
+            except RayCkptError as error:
+                logger.warning("%s is not kept whole: %s", name, error)
+                done = True
+            if done:
+                self._post(node, "drop", tier=self._first, name=name)
+            else:
+                left.append((node, name, ticket))
+        self._evidence = left
 
     def _targets(self) -> tuple[Target, ...]:
         """Where copies go, the most urgent first; in the first tier they are read back, and go to other nodes."""

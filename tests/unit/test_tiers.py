@@ -197,6 +197,22 @@ def test_two_nodes_on_one_machine_are_no_replicas_of_each_other(world: World) ->
     assert world.begin(["c"]).plan.name == "step-00000010-g1"
 
 
+def test_what_the_guard_refuses_is_kept_as_evidence_and_leaves_the_memory(world: World) -> None:
+    world.begin(NODES)
+    bad = {
+        "findings": [{"kind": "tensor", "text": "model.w is not finite", "rank": 0, "tensor": "w"}]
+    }
+    assert not world.save(10, guard=bad)
+    world.settle()
+    name = "step-00000010-g1"
+    folder = world.run_dir / CHECKPOINTS_DIR / name
+    kept = {path.name for path in folder.iterdir()}
+    assert {".metadata", "__0_0.distcp", "__3_0.distcp", "QUARANTINED.json"} <= kept
+    assert "COMMITTED.json" not in kept
+    assert not any((world.fleet.root(node) / CHECKPOINTS_DIR / name).exists() for node in NODES)
+    assert world.begin(NODES).plan is None
+
+
 def test_without_any_copy_left_and_nothing_durable_the_run_begins_again_and_is_not_refused(
     tmp_path: Path,
 ) -> None:

@@ -63,7 +63,9 @@ class Faults:
         with self._lock:
             if environ["REQUEST_METHOD"] == "POST":
                 body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
-                self._rules = [{**rule, "seen": 0, "done": 0, "paths": []} for rule in json.loads(body)]
+                self._rules = [
+                    {**rule, "seen": 0, "done": 0, "paths": []} for rule in json.loads(body)
+                ]
                 self._log = []
             document = {"log": self._log, "done": [rule["done"] for rule in self._rules]}
         start("200 OK", [("Content-Type", "application/json")])

@@ -133,18 +133,23 @@ class RemoteStore:
 
         def action(fs: Any, base: str) -> None:
             place = f"{base}/{path}"
-            stream = _open_output(fs, place)
+            stream, at_store = _open_output(fs, place), False
             try:
                 for chunk in chunks():
+                    at_store = True
                     stream.write(chunk)
+                    at_store = False
+                at_store = True
                 stream.close()
             except BaseException:
                 # An upload cannot be given up: a stream that is closed, or dropped, puts what it has. So it is
-                # closed now, before the next try, and not by whoever forgets this error later; and a part of the
-                # object must not look like one.
+                # closed now, before the next try, and not by whoever forgets this error later.
                 with contextlib.suppress(Exception):
                     stream.close()
-                    fs.delete_file(place)
+                    if not at_store:
+                        fs.delete_file(
+                            place
+                        )  # what the store took is a part, which must not look like all
                 stream = None
                 raise
 
@@ -164,6 +169,7 @@ class RemoteStore:
             StorageError: while it is read.
         """
         file: Any = None
+        offset = 0
 
         def look(fs: Any, base: str) -> int:
             nonlocal file
@@ -190,7 +196,7 @@ class RemoteStore:
                 offset += len(data)
                 yield data
 
-        found, offset = self._try("look at", path, look, asks=2 if sure else 1), 0
+        found = self._try("look at", path, look, asks=2 if sure else 1)
         if found is None:
             return None
         size = found

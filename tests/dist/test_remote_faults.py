@@ -90,6 +90,8 @@ def test_a_checkpoint_gets_there_and_back_whole_whatever_the_store_answers(
     copy = Copy(store, tmp_path)
     store.fail(rule)
     copy.put()
+    if rule.get("once"):
+        store.fail(rule)
     all_well(copy, tmp_path)
     assert store.done[0] > 0
     assert copy.tier.store.retries >= least_retries
@@ -97,12 +99,21 @@ def test_a_checkpoint_gets_there_and_back_whole_whatever_the_store_answers(
 
 def test_a_store_that_does_not_answer_is_told_within_the_time_of_the_tries(store, tmp_path):
     copy = Copy(store, tmp_path)
-    store.fail({"do": "hang", "seconds": 8.0})
+    store.fail({"do": "hang", "seconds": 30.0})
     started = time.monotonic()
-    with pytest.raises(StorageError, match=r"cannot write s3://bucket/of/.*\(5 tries\)\. An error"):
-        copy.tier.store.write("small", b"x")
+    with pytest.raises(StorageError, match=r"cannot read s3://bucket/of/.*\(5 tries\)\. An error"):
+        copy.tier.store.read("small")
     assert time.monotonic() - started < 5 * QUICK.timeout_s + 3
     assert copy.tier.store.retries == 4
+
+
+def test_what_is_there_outlives_a_write_that_fails(store, tmp_path):
+    copy = Copy(store, tmp_path)
+    copy.tier.store.write("journal", b"old")
+    store.fail({"do": "503", "method": "PUT"})
+    with pytest.raises(StorageError, match="cannot write"):
+        copy.tier.store.write("journal", b"new")
+    assert copy.tier.store.read("journal") == b"old"
 
 
 @pytest.mark.parametrize("do", ["503", "expired"])

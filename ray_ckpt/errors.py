@@ -33,7 +33,7 @@ class StorageError(RayCkptError):
     """
 
 
-class CopyError(RayCkptError):
+class DamagedCopyError(RayCkptError):
     """A copy of a file has other bytes than its manifest says: storage answered, and what it gave is not it.
 
     Attributes:

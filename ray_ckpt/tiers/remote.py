@@ -33,7 +33,7 @@ from ray_ckpt.checkpoint.names import (
 from ray_ckpt.checkpoint.paths import NotPlainFileError, open_plain
 from ray_ckpt.checkpoint.quarantine import decode_note, encode_note
 from ray_ckpt.checkpoint.verify import Fault
-from ray_ckpt.errors import CopyError, ManifestError, SignatureError, StorageError
+from ray_ckpt.errors import DamagedCopyError, ManifestError, SignatureError, StorageError
 from ray_ckpt.tiers.address import RemotePath
 from ray_ckpt.tiers.collect import LEAVING_NAME
 from ray_ckpt.tiers.remote_store import CHUNK_BYTES, RemoteStore
@@ -97,7 +97,7 @@ class RemoteTier:
             throttle: what goes up, and what comes back, is counted.
 
         Raises:
-            CopyError: the source has other bytes, or the target has after it was sent twice.
+            DamagedCopyError: the source has other bytes, or the target has after it was sent twice.
             StorageError: the store failed, or the source cannot be read.
         """
         place = self.place(name, entry.path)
@@ -110,7 +110,7 @@ class RemoteTier:
             fault = self.fault_of(name, entry, throttle)
             if fault is None:
                 return
-        raise CopyError(
+        raise DamagedCopyError(
             str(self.folder(name) / entry.path), entry.path, f"after the upload: {fault}"
         )
 
@@ -118,7 +118,7 @@ class RemoteTier:
         """Downloads one file; it is in its place when all of it has arrived and is right, else nothing is.
 
         Raises:
-            CopyError: the store has other bytes, or none.
+            DamagedCopyError: the store has other bytes, or none.
             StorageError: the store failed, or the file cannot be written.
         """
         temporary = to.with_name(f".{to.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -127,7 +127,7 @@ class RemoteTier:
             with temporary.open("xb") as file:
                 fault = self._compare(name, entry, throttle, file.write)
                 if fault is not None:
-                    raise CopyError(str(self.folder(name) / entry.path), entry.path, fault)
+                    raise DamagedCopyError(str(self.folder(name) / entry.path), entry.path, fault)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(to)
@@ -363,4 +363,4 @@ def _chunks_of(source: Path, entry: FileEntry, throttle: Throttle) -> Iterator[m
         raise StorageError(f"cannot read {source}: {error}. Mend access to the disk.") from error
     if size != entry.bytes or digest.hexdigest() != entry.checksum:
         what = "checksum differs" if size == entry.bytes else f"{size} of {entry.bytes} bytes"
-        raise CopyError(str(source), entry.path, what)
+        raise DamagedCopyError(str(source), entry.path, what)

@@ -132,7 +132,10 @@ def _remove(tier: RemoteTier, name: str) -> str:
         files = [tier.place(name, path) for path in paths if path != LEAVING_NAME]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             list(pool.map(store.delete, files))
-        store.delete_below(tier.place(name))
+        store.delete(tier.place(name, LEAVING_NAME))
     except StorageError as error:
         return str(error)
+    # What may be left stands for an empty folder, and is nothing that a listing would show.
+    with contextlib.suppress(StorageError):
+        store.delete_below(tier.place(name))
     return ""

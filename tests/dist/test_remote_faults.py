@@ -5,6 +5,7 @@ The store speaks S3 on loopback; the faults are answers of the server.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,13 @@ from s3 import ObjectStore, object_store
 from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from ray_ckpt.checkpoint.names import MANIFEST_NAME
 from ray_ckpt.checkpoint.verify import Fault, hash_file
-from ray_ckpt.errors import CopyError, StorageError
+from ray_ckpt.cli import main
+from ray_ckpt.errors import DamagedCopyError, StorageError
 from ray_ckpt.tiers import remote_store
 from ray_ckpt.tiers.address import open_filesystem
+from ray_ckpt.tiers.collect import LEAVING_NAME
 from ray_ckpt.tiers.remote import RemoteTier
+from ray_ckpt.tiers.remote_collect import drop
 from ray_ckpt.tiers.remote_store import RemoteStore
 from ray_ckpt.tiers.retries import RetryRule
 
@@ -258,7 +262,7 @@ def test_damage_on_the_store_is_found_told_and_never_brought_back(store, tmp_pat
     if how == "extra":
         return
     entry, to = copy.manifest.files[1], tmp_path / "back" / "file"
-    with pytest.raises(CopyError, match=fault.fault) as caught:
+    with pytest.raises(DamagedCopyError, match=fault.fault) as caught:
         copy.tier.get(copy.name, entry, to)
     assert caught.value.path == entry.path
     assert list(to.parent.iterdir()) == []
@@ -298,3 +302,48 @@ def test_a_manifest_is_one_request_and_comes_last(store, tmp_path):
     sent = [line for line in store.log if line.startswith(("PUT", "POST"))]
     assert [MANIFEST_NAME in line for line in sent].index(True) == len(sent) - 1
     assert isinstance(copy.manifest, Manifest)
+
+
+def test_the_command_line_works_on_the_address_of_a_run(store, tmp_path, capsys):
+    copy = Copy(store, tmp_path)
+    copy.put()
+    address = store.uri(f"of/{tmp_path.name}/demo")
+    assert main(["ls", address, "--json"]) == 0
+    [line] = json.loads(capsys.readouterr().out)
+    assert (line["step"], line["tiers"], line["fault"]) == (10, ["durable"], None)
+    assert main(["verify", address]) == 0
+    damage(copy, "flipped")
+    assert main(["verify", address]) == 1
+    out = capsys.readouterr().out
+    assert f"s3://bucket/of/{tmp_path.name}/demo/checkpoints/{copy.name}/" in out
+    assert "checksum differs" in out
+    assert "endpoint_override" not in out
+
+
+@pytest.mark.parametrize("rule", [{"do": "503", "every": 3}, {"do": "503", "method": "DELETE", "times": 1}])
+def test_a_store_that_fails_while_it_deletes_ends_with_none_or_a_whole_one(store, tmp_path, rule):
+    copy = Copy(store, tmp_path)
+    copy.put()
+    store.fail(rule)
+    assert drop(copy.tier, copy.name).problem == ""
+    assert store.done[0] > 0
+    store.fail()
+    assert copy.tier.entries() == []
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_store_that_goes_away_while_it_deletes_leaves_a_whole_one_or_files_on_their_way_out(
+    store, tmp_path, after
+):
+    copy = Copy(store, tmp_path)
+    copy.put()
+    store.fail({"do": "503", "method": "DELETE", "skip": after})
+    assert drop(copy.tier, copy.name).problem
+    store.fail()
+    [entry] = copy.tier.entries()
+    if entry.committed:
+        assert copy.tier.verify(copy.name) == []
+    else:
+        assert LEAVING_NAME in entry.records
+    assert drop(copy.tier, copy.name).problem == ""
+    assert copy.tier.entries() == []

@@ -19,7 +19,7 @@ from ray_ckpt.checkpoint.signature import parse_keys
 from ray_ckpt.checkpoint.verify import Fault, hash_file
 from ray_ckpt.errors import (
     ConfigError,
-    CopyError,
+    DamagedCopyError,
     ManifestError,
     StaleGenerationError,
     StorageError,
@@ -278,7 +278,7 @@ def test_a_source_with_other_bytes_is_not_sent_and_the_copy_is_not_lost(tmp_path
     other = tmp_path / "other"
     other.write_bytes(b"not it")
     entry = tier.manifest(name).files[0]
-    with pytest.raises(CopyError, match=r"of .* bytes"):
+    with pytest.raises(DamagedCopyError, match=r"of .* bytes"):
         tier.put(checkpoint_name(11, 1), entry, other)
     assert tier.store.list(tier.place(checkpoint_name(11, 1))) == []
     tier.put(name, entry, other)  # it is there already: the source is not looked at

@@ -27,7 +27,7 @@ class RetryRule:
         timeout_s: how long one request may go without a byte.
     """
 
-    tries: int = 6
+    tries: int = 8
     first_pause_s: float = 0.5
     longest_pause_s: float = 20.0
     absent_pause_s: float = 0.5

@@ -1,8 +1,8 @@
 """`ray-ckpt`: look at the checkpoints of a run and prove them, from nothing but its folder.
 
-Works on a storage path without Ray and (but for `export`) without torch, so it answers at once, on any
-machine that sees the storage, also while the run goes on. The commands here change nothing in a run; those
-that pin and delete are in :mod:`ray_ckpt.cli_retention`.
+Works on a storage path, or the address of an object store, without Ray and (but for `export`) without torch, so it
+answers at once, on any machine that sees the storage, also while the run goes on. The
+commands here change nothing in a run; those that pin and delete are in :mod:`ray_ckpt.cli_retention`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints, usable
+from ray_ckpt.checkpoint.listing import Listed, usable
 from ray_ckpt.checkpoint.names import MANIFEST_NAME
-from ray_ckpt.checkpoint.quarantine import read_quarantine_note
-from ray_ckpt.checkpoint.verify import Fault, verify_files
+from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.cli_retention import add_retention_commands
 from ray_ckpt.errors import ConfigError, RayCkptError
 from ray_ckpt.export_command import add_arguments, command_export
 from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
-from ray_ckpt.view.keeping import Keeping
-from ray_ckpt.view.runs import find_run, pick, verified_times
+from ray_ckpt.view.place import FolderRun, RemoteRun, open_run
+from ray_ckpt.view.runs import pick
 from ray_ckpt.view.tables import Column, Style, paint, printable, render_fields, render_table
 
 STORAGE_VARIABLE = "RAY_CKPT_STORAGE"
@@ -86,12 +85,14 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, **layout)
         command.set_defaults(command=function)
         command.add_argument(
-            "run", metavar="RUN", help="a run's folder, or the name of a run below --storage"
+            "run",
+            metavar="RUN",
+            help="a run's folder, its address on an object store, or the name of a run below --storage",
         )
         command.add_argument(
             "--storage",
             default=os.environ.get(STORAGE_VARIABLE) or DEFAULT_STORAGE,
-            help=f"folder of runs (default: ${STORAGE_VARIABLE} or {DEFAULT_STORAGE})",
+            help=f"folder of runs, or an address (default: ${STORAGE_VARIABLE} or {DEFAULT_STORAGE})",
         )
         command.add_argument("--json", action="store_true", help="print JSON for scripts")
         return command
@@ -109,9 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def command_ls(args: argparse.Namespace) -> int:
     """`ls RUN`: one line per checkpoint folder."""
-    run = find_run(args.run, args.storage)
-    entries = list_checkpoints(run)
-    verified_at, keeping = verified_times(run), Keeping(run, entries)
+    run = open_run(args.run, args.storage)
+    entries = run.entries()
+    verified_at, keeping = run.verified_times(), run.keeping(entries)
     if args.json:
         listing = [{**_listing(e, verified_at), **keeping.of(e.folder.name)} for e in entries]
         _print_json(listing)
@@ -157,11 +158,11 @@ def command_ls(args: argparse.Namespace) -> int:
 
 def command_show(args: argparse.Namespace) -> int:
     """`show RUN STEP`: one manifest, in full."""
-    run = find_run(args.run, args.storage)
-    entries = list_checkpoints(run)
-    entry, keeping = pick(entries, args.step), Keeping(run, entries)
+    run = open_run(args.run, args.storage)
+    entries = run.entries()
+    entry, keeping = pick(entries, args.step), run.keeping(entries)
     if entry.manifest is None and entry.quarantined is not None and not args.json:
-        _show_note(entry)
+        _show_note(entry, run.note(entry))
         return EXIT_FAULT
     if entry.manifest is None:
         print(f"ray-ckpt: {entry.folder / MANIFEST_NAME}: {entry.fault}", file=sys.stderr)
@@ -188,9 +189,8 @@ def command_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_note(entry: CheckpointEntry) -> None:
+def _show_note(entry: Listed, note: dict[str, Any]) -> None:
     """What is known of a checkpoint that was set aside before it had a manifest."""
-    note = read_quarantine_note(entry.folder) or {}
     findings = note.pop("findings", [])
     pairs = [("state", _state(entry)[0]), ("folder", str(entry.folder)), *_flat(note)]
     print(render_fields(pairs))
@@ -201,8 +201,8 @@ def _show_note(entry: CheckpointEntry) -> None:
 
 def command_verify(args: argparse.Namespace) -> int:
     """`verify RUN [STEP]`: reads every byte of one or of all committed checkpoints."""
-    run = find_run(args.run, args.storage)
-    entries = list_checkpoints(run)
+    run = open_run(args.run, args.storage)
+    entries = run.entries()
     if args.step is not None:
         entries = [pick(entries, args.step)]
     results = []
@@ -212,8 +212,8 @@ def command_verify(args: argparse.Namespace) -> int:
             _note(f"{entry.folder.name}: {why}not committed, nothing to verify")
             continue
         started_s = time.monotonic()
-        faults = _faults(entry)
-        if faults and entry.manifest and not (entry.folder / MANIFEST_NAME).exists():
+        faults = _faults(run, entry)
+        if faults and entry.manifest and not run.is_there(entry):
             # Retention takes the manifest away first: what is missing now is no fault.
             _note(f"{entry.folder.name}: deleted by the run meanwhile")
             continue
@@ -230,7 +230,7 @@ def command_verify(args: argparse.Namespace) -> int:
     return EXIT_FAULT if num_bad else 0
 
 
-def _listing(entry: CheckpointEntry, verified_at: dict[str, float]) -> dict[str, Any]:
+def _listing(entry: Listed, verified_at: dict[str, float]) -> dict[str, Any]:
     manifest = entry.manifest
     return {
         "step": entry.step,
@@ -246,7 +246,7 @@ def _listing(entry: CheckpointEntry, verified_at: dict[str, float]) -> dict[str,
     }
 
 
-def _verdict(entry: CheckpointEntry, faults: list[Fault]) -> dict[str, Any]:
+def _verdict(entry: Listed, faults: list[Fault]) -> dict[str, Any]:
     return {
         "step": entry.step,
         "generation": entry.generation,
@@ -257,13 +257,13 @@ def _verdict(entry: CheckpointEntry, faults: list[Fault]) -> dict[str, Any]:
     }
 
 
-def _faults(entry: CheckpointEntry) -> list[Fault]:
+def _faults(run: FolderRun | RemoteRun, entry: Listed) -> list[Fault]:
     if entry.manifest is None:
         return [Fault(MANIFEST_NAME, str(entry.fault))]
-    return verify_files(entry.folder, entry.manifest)
+    return run.faults(entry)
 
 
-def _print_verdict(entry: CheckpointEntry, faults: list[Fault], took_s: float) -> None:
+def _print_verdict(entry: Listed, faults: list[Fault], took_s: float) -> None:
     size = human_bytes(entry.manifest.total_bytes) if entry.manifest is not None else "-"
     style: Style = "bad" if faults else "good"
     word = paint("FAULT" if faults else "ok", style, colour=_colour())
@@ -274,7 +274,7 @@ def _print_verdict(entry: CheckpointEntry, faults: list[Fault], took_s: float) -
     sys.stdout.flush()  # one checkpoint can take minutes
 
 
-def _state(entry: CheckpointEntry) -> tuple[str, Style]:
+def _state(entry: Listed) -> tuple[str, Style]:
     if entry.quarantined is not None:
         return f"QUARANTINED: {entry.quarantined}", "bad"
     if not entry.committed:

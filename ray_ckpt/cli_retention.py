@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
-from ray_ckpt.checkpoint.trust import key_problem
+from ray_ckpt.cli_remote import remote_round
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.tiers import pins
 from ray_ckpt.tiers.collect import Gate
 from ray_ckpt.tiers.housekeeping import Findings, Round, keep_house, read_back
+from ray_ckpt.tiers.remote_house import RemoteRound, keep_remote_house
 from ray_ckpt.tiers.retention import Verdict
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.journal import JOURNAL_NAME, JsonLines, last_generation
@@ -34,8 +34,11 @@ from ray_ckpt.tracker.recall import recall
 from ray_ckpt.tracker.rollback import passed
 from ray_ckpt.view.human import ago
 from ray_ckpt.view.keeping import recorded_rules
-from ray_ckpt.view.runs import find_run, pick
+from ray_ckpt.view.place import FolderRun, RemoteRun, open_run
+from ray_ckpt.view.runs import pick
 from ray_ckpt.view.tables import Column, printable, render_table
+
+AnyRound = TypeVar("AnyRound", Round, RemoteRound)
 
 _HELP = {
     "keep_newest": "so many of the newest; 0 keeps every one",
@@ -70,6 +73,11 @@ def add_retention_commands(add: Callable[..., argparse.ArgumentParser], step_hel
         "Delete the checkpoints that no rule keeps, and say why each one stays or goes.",
     )
     command.add_argument("--dry-run", action="store_true", help="only say it")
+    command.add_argument(
+        "--no-driver",
+        action="store_true",
+        help="say that no process drives the run; needed on an object store, which has no lock to tell",
+    )
     for field in fields(Rules):
         flag = f"--retention.{field.name.replace('_', '-')}"
         steps = field.name == "keep_steps"
@@ -86,31 +94,37 @@ def add_retention_commands(add: Callable[..., argparse.ArgumentParser], step_hel
 
 def command_pin(args: argparse.Namespace) -> int:
     """`pin RUN STEP --reason TEXT`."""
-    run = find_run(args.run, args.storage)
-    folder = _pick(run, args.step)
+    run = open_run(args.run, args.storage)
+    name = _pick(run, args.step)
     author = _login() if args.author is None else args.author
-    new = pins.pin(folder, args.reason, author=author, time_s=time.time())
+    new = run.pin(name, args.reason, author=author, time_s=time.time())
     if new:
-        _journal_alone(run, _event("pin", folder.name, reason=args.reason, author=author))
-    return _say_pins(args, folder, "pinned" if new else "was pinned by you with this reason before")
+        _journal_alone(run, _event("pin", name, reason=args.reason, author=author))
+    return _say_pins(
+        args, run, name, "pinned" if new else "was pinned by you with this reason before"
+    )
 
 
 def command_unpin(args: argparse.Namespace) -> int:
     """`unpin RUN STEP [--reason TEXT]`."""
-    run = find_run(args.run, args.storage)
-    folder = _pick(run, args.step)
-    gone = pins.unpin(folder, args.reason)
-    events = [_event("unpin", folder.name, reason=p.reason, author=p.author) for p in gone]
+    run = open_run(args.run, args.storage)
+    name = _pick(run, args.step)
+    gone = run.unpin(name, args.reason)
+    events = [_event("unpin", name, reason=p.reason, author=p.author) for p in gone]
     _journal_alone(run, *events)
-    return _say_pins(args, folder, f"taken away: {len(gone)}" if gone else "had no pin")
+    return _say_pins(args, run, name, f"taken away: {len(gone)}" if gone else "had no pin")
 
 
 def command_gc(args: argparse.Namespace) -> int:
     """`gc RUN [--dry-run]`."""
-    run = find_run(args.run, args.storage)
+    place = open_run(args.run, args.storage)
+    if isinstance(place, RemoteRun):
+        return _gc_remote(args, place)
+    run = place.folder
     if args.dry_run:
         rules, said = _rules(args, recall(run))
-        return _report(args, run, rules, said, _would(run, rules), "")
+        task = _round(run, rules, recall(run), driven=is_held(run), delete=False)
+        return _report(args, run, rules, said, _would(task, keep_house), "")
     try:
         lock = RunLock(run, wait_s=0.0)
     except ConfigError as error:
@@ -122,14 +136,29 @@ def command_gc(args: argparse.Namespace) -> int:
         memory = recall(run)
         rules, said = _rules(args, memory)
         with JsonLines(run / JOURNAL_NAME, sync=True) as journal:
-            found, bad = _collect(run, rules, memory, journal)
+
+            def tell(event: str, name: str, **more: Any) -> None:
+                journal.append({**_event(event, name, **more), "generation": memory.generation})
+
+            task = _round(run, rules, memory, driven=False, delete=True)
+            found, bad = _collect(task, keep_house, tell)
     return _report(args, run, rules, said, found, bad)
 
 
-def _pick(run: Path, step: str) -> Path:
-    if problem := key_problem(run):
+def _gc_remote(args: argparse.Namespace, run: RemoteRun) -> int:
+    rules, said = _rules(args, run.records[0])
+    task = remote_round(run, rules, no_driver=args.no_driver, delete=not args.dry_run)
+    if args.dry_run:
+        return _report(args, run, rules, said, _would(task, keep_remote_house), "")
+    found, bad = _collect(task, keep_remote_house, lambda event, name, **more: None)
+    return _report(args, run, rules, said, found, bad)
+
+
+def _pick(run: FolderRun | RemoteRun, step: str) -> str:
+    if problem := run.key_problem():
         raise ConfigError(problem)
-    return pick(list_checkpoints(run), step).folder
+    name: str = pick(run.entries(), step).folder.name
+    return name
 
 
 def _rules(args: argparse.Namespace, memory: RunMemory) -> tuple[Rules, str]:
@@ -170,26 +199,20 @@ def _round(run: Path, rules: Rules, memory: RunMemory, *, driven: bool, delete: 
     )
 
 
-def _would(run: Path, rules: Rules) -> Findings:
+def _would(task: AnyRound, keep: Callable[..., Findings]) -> Findings:
     """What would be done, if the checkpoint that has to be read back first is whole."""
-    task = _round(run, rules, recall(run), driven=is_held(run), delete=False)
-    found = keep_house(task, now_s=time.time())
+    found = keep(task, now_s=time.time())
     if not found.to_read:
         return found
     then = replace(task, verified={*task.verified, found.to_read})
-    return replace(keep_house(then, now_s=time.time()), to_read=found.to_read)
+    return replace(keep(then, now_s=time.time()), to_read=found.to_read)
 
 
 def _collect(
-    run: Path, rules: Rules, memory: RunMemory, journal: JsonLines
+    task: AnyRound, keep: Callable[..., Findings], tell: Callable[..., None]
 ) -> tuple[Findings, str]:
     """Deletes; returns what was found, and what is wrong with the checkpoint that was read back."""
-
-    def tell(event: str, name: str, **more: Any) -> None:
-        journal.append({**_event(event, name, **more), "generation": memory.generation})
-
-    task = _round(run, rules, memory, driven=False, delete=True)
-    found = keep_house(task, now_s=time.time())
+    found = keep(task, now_s=time.time())
     bad = ""
     while found.faults is not None:
         if found.faults:
@@ -199,7 +222,7 @@ def _collect(
         else:
             tell("verified", found.to_read, verified=found.to_read, seconds=found.seconds)
             task = replace(task, verified={*task.verified, found.to_read})
-        found = keep_house(task, now_s=time.time())
+        found = keep(task, now_s=time.time())
     for outcome in found.outcomes:
         if not outcome.problem:
             tell("delete", outcome.name, reason=outcome.reason)
@@ -209,7 +232,7 @@ def _collect(
 
 
 def _report(
-    args: argparse.Namespace, run: Path, rules: Rules, said: str, found: Findings, bad: str
+    args: argparse.Namespace, run: object, rules: Rules, said: str, found: Findings, bad: str
 ) -> int:
     only_said = args.dry_run or bool(bad)
     verdicts = sorted((*found.verdicts, *found.orphans), key=_newest_first)
@@ -263,19 +286,22 @@ def _done(verdict: Verdict, only_said: bool, problems: dict[str, str]) -> str:
     return "would delete" if only_said else "deleted"
 
 
-def _say_pins(args: argparse.Namespace, folder: Path, word: str) -> int:
-    now = pins.read_pins(folder)
+def _say_pins(args: argparse.Namespace, run: FolderRun | RemoteRun, name: str, word: str) -> int:
+    now = run.read_pins(name)
     if args.json:
-        print(json.dumps({**_named(folder.name), "pins": [asdict(pin) for pin in now]}, indent=2))
+        print(json.dumps({**_named(name), "pins": [asdict(pin) for pin in now]}, indent=2))
         return 0
-    print(f"{folder.name}: {word}")
+    print(f"{name}: {word}")
     for pin in now:
         print(printable(f"  {pin.reason} ({pin.author}, {ago(pin.time, time.time())})"))
     return 0
 
 
-def _journal_alone(run: Path, *events: dict[str, Any]) -> None:
+def _journal_alone(place: FolderRun | RemoteRun, *events: dict[str, Any]) -> None:
     """Puts events into the journal of a run that nobody drives; a tracker finds pins by itself."""
+    if isinstance(place, RemoteRun):
+        return  # what is there is a copy of the run's journal
+    run = place.folder
     try:
         lock = RunLock(run, wait_s=0.0)
     except ConfigError:

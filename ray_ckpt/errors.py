@@ -6,8 +6,16 @@ out. The command line maps `ConfigError` to exit code 2, every other `RayCkptErr
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+
+class Place(Protocol):
+    """A file as it is named to people: a path, or the address of an object."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __str__(self) -> str: ...
 
 
 class RayCkptError(Exception):
@@ -29,6 +37,23 @@ class CopyError(StorageError):
     """A copy of a file did not come through whole, and nothing of it is kept."""
 
 
+class DamagedCopyError(RayCkptError):
+    """A copy of a file has other bytes than its manifest says: storage answered, and what it gave is not it.
+
+    Attributes:
+        where: the copy, in words.
+        path: the file, relative to its checkpoint.
+        fault: what differs, in words.
+    """
+
+    def __init__(self, where: str, path: str, fault: str) -> None:
+        super().__init__(where, path, fault)
+        self.where, self.path, self.fault = where, path, fault
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.fault}. This copy is not used; take another one (ray-ckpt verify RUN)."
+
+
 class ManifestError(RayCkptError):
     """A checkpoint's manifest is missing, damaged or contradicts its folder.
 
@@ -37,7 +62,7 @@ class ManifestError(RayCkptError):
         fault: what is wrong with it, in words; exactly "missing" when there is none.
     """
 
-    def __init__(self, path: Path, fault: str) -> None:
+    def __init__(self, path: Place, fault: str) -> None:
         super().__init__(path, fault)
         self.path = path
         self.fault = fault

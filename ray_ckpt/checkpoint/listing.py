@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.manifest import Manifest, read_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, LINKED, parse_checkpoint_name
@@ -13,13 +14,15 @@ from ray_ckpt.errors import ManifestError, SignatureError, StorageError
 
 NO_MANIFEST = "no manifest"
 
+AnyListed = TypeVar("AnyListed", bound="Listed")
+
 
 @dataclass(frozen=True, slots=True)
-class CheckpointEntry:
-    """One checkpoint folder as a cheap listing sees it; its bytes have not been read.
+class Listed:
+    """One checkpoint as a cheap listing sees it, wherever it lies; its bytes have not been read.
 
     Attributes:
-        folder: where it is.
+        folder: where it is; has a ``name``.
         step: from the folder's name.
         generation: from the folder's name.
         manifest: None when there is none or it cannot be used.
@@ -31,7 +34,7 @@ class CheckpointEntry:
             key may be the wrong one.
     """
 
-    folder: Path
+    folder: Any
     step: int
     generation: int
     manifest: Manifest | None
@@ -49,6 +52,13 @@ class CheckpointEntry:
     def committed(self) -> bool:
         """A manifest is there, good or damaged: somebody once promised this checkpoint."""
         return self.fault != NO_MANIFEST
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry(Listed):
+    """One checkpoint folder."""
+
+    folder: Path
 
 
 def list_checkpoints(run_dir: Path) -> list[CheckpointEntry]:
@@ -71,7 +81,7 @@ def list_checkpoints(run_dir: Path) -> list[CheckpointEntry]:
     return sorted(found, key=lambda e: (e.step, e.generation), reverse=True)
 
 
-def usable(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+def usable(entries: list[AnyListed]) -> list[AnyListed]:
     """Those that may be offered for a restore (after `verify_files`), in the same order."""
     return [entry for entry in entries if entry.usable]
 

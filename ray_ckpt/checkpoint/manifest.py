@@ -35,7 +35,7 @@ from ray_ckpt.checkpoint.names import (
 from ray_ckpt.checkpoint.paths import folded, path_fault
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE, Keys
 from ray_ckpt.checkpoint.storing import read_bytes, without_nonfinite, write_atomically
-from ray_ckpt.errors import ManifestError, SignatureError, StorageError
+from ray_ckpt.errors import ManifestError, Place, SignatureError, StorageError
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
 
@@ -231,6 +231,26 @@ def encode_manifest(document: Mapping[str, Any], keys: Keys | None = None) -> by
     return head + _digest(head) + _SEAL_END
 
 
+def seal_manifest(manifest: Manifest, where: Place, name: str) -> bytes:
+    """The bytes of a manifest that is about to be put in its place, signed when there is a key.
+
+    Args:
+        manifest: what is to be committed.
+        where: the file, as errors name it.
+        name: of the checkpoint's folder.
+
+    Raises:
+        ManifestError: the folder is another checkpoint's; or there is a key to sign with, and a file without its
+            SHA-256.
+    """
+    keys = signature.active()
+    if keys is not None and (bare := _without_sha256(manifest)):
+        raise ManifestError(where, f"cannot be signed: {bare!r} has no SHA-256")
+    if name != manifest.name:
+        raise ManifestError(where, f"manifest of {manifest.name} does not belong into {name}")
+    return encode_manifest(manifest.to_json(), keys)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Commits a checkpoint: puts its manifest in place, atomically and durably.
 
@@ -242,14 +262,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         StorageError: the disk refused; the checkpoint is not committed.
     """
     path = folder / MANIFEST_NAME
-    keys = signature.active()
     if folder.is_symlink():
         raise ManifestError(path, LINKED)
-    if keys is not None and (bare := _without_sha256(manifest)):
-        raise ManifestError(path, f"cannot be signed: {bare!r} has no SHA-256")
-    if folder.name != manifest.name:
-        raise ManifestError(path, f"manifest of {manifest.name} does not belong into {folder.name}")
-    data = encode_manifest(manifest.to_json(), keys)
+    data = seal_manifest(manifest, path, folder.name)
     present = read_bytes(path)
     if present == data:
         return
@@ -282,19 +297,40 @@ def read_manifest(folder: Path, *, check_signature: bool = True) -> Manifest:
     data = read_bytes(path)
     if data is None:
         raise ManifestError(path, "missing")
+    return _parse(data, path, folder.name, keys, check_signature)
+
+
+def parse_manifest(data: bytes, where: Place, name: str) -> Manifest:
+    """The manifest in the bytes of its file, wherever they came from; checked as :func:`read_manifest` does.
+
+    Args:
+        data: the file's content.
+        where: the file, as errors name it.
+        name: of the checkpoint's folder.
+
+    Raises:
+        ManifestError: it is damaged, or another checkpoint's.
+        SignatureError: a key is in use, and this manifest is not signed with it.
+    """
+    return _parse(data, where, name, signature.active(), True)
+
+
+def _parse(
+    data: bytes, where: Place, name: str, keys: Keys | None, check_signature: bool
+) -> Manifest:
     if not data.strip():
-        raise ManifestError(path, "empty file")
+        raise ManifestError(where, "empty file")
     try:
         document = _decode(data)
         if check_signature:
-            _check_signature(path, data, keys)
+            _check_signature(where, data, keys)
         manifest = Manifest.from_json(document)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise ManifestError(path, str(error)) from error
-    if folder.name != manifest.name:
-        raise ManifestError(path, f"it is the manifest of {manifest.name}, not of {folder.name}")
+        raise ManifestError(where, str(error)) from error
+    if name != manifest.name:
+        raise ManifestError(where, f"it is the manifest of {manifest.name}, not of {name}")
     if keys is not None and (bare := _without_sha256(manifest)):
-        raise SignatureError(path, f"its signature does not cover the content of {bare!r}")
+        raise SignatureError(where, f"its signature does not cover the content of {bare!r}")
     return manifest
 
 
@@ -318,7 +354,7 @@ def _decode(data: bytes) -> dict[str, Any]:
     return document
 
 
-def _check_signature(path: Path, data: bytes, keys: Keys | None) -> None:
+def _check_signature(path: Place, data: bytes, keys: Keys | None) -> None:
     """Refuses a whole manifest that no key in use has signed; to call after its checksum matched."""
     head, _, _ = data.rpartition(_SEAL_KEY)
     # Nothing but the checksum may follow: JSON would take a field that comes again for the true one.

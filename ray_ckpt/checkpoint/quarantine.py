@@ -14,6 +14,8 @@ from ray_ckpt.errors import ManifestError
 GUARD = "guard"
 """Who found a checkpoint bad that was therefore never committed."""
 
+_DAMAGED = f"{QUARANTINE_NAME} is there but damaged"
+
 
 def write_quarantine(
     folder: Path,
@@ -43,10 +45,32 @@ def write_quarantine(
         raise ManifestError(path, LINKED)
     if read_quarantine_note(folder) is not None:
         return
+    data = encode_note(reason, time_s=time_s, findings=findings, by=by, facts=facts)
+    write_atomically(path, data)
+
+
+def encode_note(
+    reason: str,
+    *,
+    time_s: float,
+    findings: list[dict[str, Any]] | None = None,
+    by: str = "",
+    facts: Mapping[str, Any] | None = None,
+) -> bytes:
+    """The bytes of a note; arguments as for :func:`write_quarantine`."""
     note = {"time": time_s, "reason": reason, "findings": findings or [], **(facts or {})}
     if by:
         note["by"] = by
-    write_atomically(path, json.dumps(without_nonfinite(note), indent=1).encode() + b"\n")
+    return json.dumps(without_nonfinite(note), indent=1).encode() + b"\n"
+
+
+def decode_note(data: bytes) -> dict[str, Any]:
+    """What a note says, `reason` at least: a damaged one does not bring the checkpoint back."""
+    try:
+        note = json.loads(data)
+        return {**note, "reason": str(note["reason"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {"reason": _DAMAGED}
 
 
 def read_quarantine(folder: Path) -> str | None:
@@ -67,10 +91,6 @@ def read_quarantine_note(folder: Path) -> dict[str, Any] | None:
     """
     try:
         data = read_bytes(folder / QUARANTINE_NAME)
-        if data is None:
-            return None
-        note = json.loads(data)
-        return {**note, "reason": str(note["reason"])}
-    except (ManifestError, ValueError, KeyError, TypeError):
-        # Somebody wanted this checkpoint out of use; a damaged note does not bring it back.
-        return {"reason": f"{QUARANTINE_NAME} is there but damaged"}
+    except ManifestError:
+        return {"reason": _DAMAGED}  # somebody wanted this checkpoint out of use
+    return None if data is None else decode_note(data)

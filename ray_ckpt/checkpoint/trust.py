@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ray_ckpt.checkpoint import signature
-from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.checkpoint.listing import Listed, list_checkpoints
 from ray_ckpt.checkpoint.signature import KEY_VARIABLE
 
 
@@ -16,9 +17,18 @@ def key_problem(run_dir: Path) -> str | None:
         StorageError: the folder of checkpoints cannot be listed.
         ConfigError: the key is not usable.
     """
+    return None if signature.active() is None else problem_of(list_checkpoints(run_dir))
+
+
+def problem_of(listing: Sequence[Listed]) -> str | None:
+    """The same for a listing that is there already, of any tier.
+
+    Raises:
+        ConfigError: the key is not usable.
+    """
     if signature.active() is None:
         return None
-    entries = [entry for entry in list_checkpoints(run_dir) if entry.committed]
+    entries = [entry for entry in listing if entry.committed]
     mistrusted = [entry for entry in entries if entry.mistrusted]
     if not mistrusted or any(entry.usable for entry in entries):
         return None

@@ -56,17 +56,39 @@ def read_pins(folder: Path) -> tuple[Pin, ...]:
     """
     try:
         data = read_bytes(folder / PINS_NAME)
-        if data is None:
-            return ()
+    except ManifestError:
+        data = b""
+    return () if data is None else decode_pins(data)
+
+
+def decode_pins(data: bytes) -> tuple[Pin, ...]:
+    """The pins in the bytes of their file, at least one."""
+    try:
         pins = tuple(
             Pin(str(item["reason"]), str(item["author"]), float(item["time"]))
             for item in json.loads(data)
         )
-    except (ManifestError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pins = ()
     return pins or (
         Pin(DAMAGED, "unknown", 0.0),
     )  # an empty list is damage too: unpin() leaves no file
+
+
+def encode_pins(pins: tuple[Pin, ...]) -> bytes:
+    """The bytes of a file of pins."""
+    return json.dumps([asdict(p) for p in pins], indent=1).encode() + b"\n"
+
+
+def refuse_silence(reason: str, author: str) -> None:
+    """Refuses a pin that does not say why, or whose.
+
+    Raises:
+        ConfigError: one of them is empty.
+    """
+    for what, text in (("reason", reason), ("author", author)):
+        if not text.strip():
+            raise ConfigError(f"the {what} of a pin is empty: say it in words, somebody will ask")
 
 
 def pin(folder: Path, reason: str, *, author: str, time_s: float) -> bool:
@@ -85,12 +107,10 @@ def pin(folder: Path, reason: str, *, author: str, time_s: float) -> bool:
         ConfigError: no reason, no author, or the checkpoint is gone, was never committed, or is a link.
         StorageError: the disk refused; whether it is pinned is not known.
     """
-    for what, text in (("reason", reason), ("author", author)):
-        if not text.strip():
-            raise ConfigError(f"the {what} of a pin is empty: say it in words, somebody will ask")
+    refuse_silence(reason, author)
     _refuse_link(folder)
     if not _is_there(folder):
-        raise _gone(folder)
+        raise not_there(folder.name)
     with _alone(folder):
         before = read_pins(folder)
         if any((old.reason, old.author) == (reason, author) for old in before):
@@ -101,13 +121,13 @@ def pin(folder: Path, reason: str, *, author: str, time_s: float) -> bool:
                 _write(folder, (*before, Pin(reason, author, time_s)))
             except StorageError:
                 if not _is_there(folder):
-                    raise _gone(folder) from None
+                    raise not_there(folder.name) from None
                 raise
         if not _comes_back(folder):
             if new:
                 with contextlib.suppress(StorageError):  # it holds nothing any more
                     _write(folder, before)
-            raise _gone(folder)
+            raise not_there(folder.name)
     return new
 
 
@@ -124,21 +144,29 @@ def unpin(folder: Path, reason: str | None = None) -> tuple[Pin, ...]:
     _refuse_link(folder)
     with _alone(folder):
         pins = read_pins(folder)
-        gone = tuple(p for p in pins if reason is None or p.reason == reason)
-        if reason is not None and not gone:
-            there = ", ".join(repr(p.reason) for p in pins) or "none"
-            raise ConfigError(
-                f"{folder.name} has no pin with the reason {reason!r}; its pins: {there}"
-            )
+        gone = with_reason(pins, reason, folder.name)
         if gone:
             _write(folder, tuple(p for p in pins if p not in gone))
     return gone
 
 
+def with_reason(pins: tuple[Pin, ...], reason: str | None, name: str) -> tuple[Pin, ...]:
+    """Those of a checkpoint's pins that have a reason; None is all of them.
+
+    Raises:
+        ConfigError: there is no pin with this reason; those that are there are named.
+    """
+    found = tuple(p for p in pins if reason is None or p.reason == reason)
+    if reason is not None and not found:
+        there = ", ".join(repr(p.reason) for p in pins) or "none"
+        raise ConfigError(f"{name} has no pin with the reason {reason!r}; its pins: {there}")
+    return found
+
+
 def _write(folder: Path, pins: tuple[Pin, ...]) -> None:
     path = folder / PINS_NAME
     if pins:
-        write_atomically(path, json.dumps([asdict(p) for p in pins], indent=1).encode() + b"\n")
+        write_atomically(path, encode_pins(pins))
         return
     try:
         path.unlink(missing_ok=True)
@@ -172,9 +200,10 @@ def _refuse_link(folder: Path) -> None:
         )
 
 
-def _gone(folder: Path) -> ConfigError:
+def not_there(name: str) -> ConfigError:
+    """What to say of a checkpoint that is to be pinned and has no manifest."""
     return ConfigError(
-        f"{folder.name} cannot be pinned: it has no {MANIFEST_NAME}, so it was never committed, or was just "
+        f"{name} cannot be pinned: it has no {MANIFEST_NAME}, so it was never committed, or was just "
         "deleted. Choose another one (ray-ckpt ls RUN)."
     )
 

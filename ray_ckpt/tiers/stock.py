@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ray_ckpt.checkpoint.listing import NO_MANIFEST, CheckpointEntry, list_checkpoints
+from ray_ckpt.checkpoint.listing import NO_MANIFEST, CheckpointEntry, Listed, list_checkpoints
 from ray_ckpt.errors import StorageError
 from ray_ckpt.tiers.collect import LEAVING_NAME
 from ray_ckpt.tiers.pins import Pin, read_pins
@@ -98,7 +98,7 @@ def stock_of(
             orphans.append(_orphan(entry, pinned, half))
         else:
             use = (in_use or {}).get(name, "")
-            record = _record(entry, pinned, name in verified, use)
+            record = record_of(entry, pinned, name in verified, use)
             # Of what is not judged nothing is known, not even its course. What the run cannot use must not stand
             # in for what it can.
             why = passed(entry) if record.usable else None
@@ -142,7 +142,8 @@ def _is_plain(path: Path) -> bool:
         return False
 
 
-def _record(entry: CheckpointEntry, pinned: tuple[str, ...], verified: bool, in_use: str) -> Record:
+def record_of(entry: Listed, pinned: tuple[str, ...], verified: bool, in_use: str) -> Record:
+    """One committed checkpoint, wherever it lies, as retention looks at it."""
     manifest = entry.manifest
     return Record(
         name=entry.folder.name,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from ray_ckpt.checkpoint.listing import CheckpointEntry
 from ray_ckpt.tiers.retention import plan
 from ray_ckpt.tiers.rules import Rules
-from ray_ckpt.tiers.stock import stock_of
+from ray_ckpt.tiers.stock import Stock
 from ray_ckpt.tracker.memory import RunMemory
-from ray_ckpt.tracker.recall import recall
-from ray_ckpt.tracker.rollback import passed
 
 
 def recorded_rules(memory: RunMemory) -> Rules:
@@ -28,13 +23,11 @@ class Keeping:
     """What the rules on record say of the checkpoints of a listing.
 
     Args:
-        run: the run's folder.
-        entries: its checkpoints, newest first.
+        memory: what the run's journal tells.
+        stock: its checkpoints, newest first.
     """
 
-    def __init__(self, run: Path, entries: Sequence[CheckpointEntry]) -> None:
-        memory = recall(run)
-        stock = stock_of(entries, verified=memory.verified, passed=passed(memory.left))
+    def __init__(self, memory: RunMemory, stock: Stock) -> None:
         rules = recorded_rules(memory)
         verdicts = plan(stock.records, rules.policies(), quarantined=rules.quarantined)
         self._verdicts = {verdict.name: verdict for verdict in verdicts}

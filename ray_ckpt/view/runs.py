@@ -7,9 +7,10 @@ import difflib
 import re
 from pathlib import Path
 
-from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.listing import AnyListed
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.tiers.address import is_uri, shown
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
 
 _STEP = re.compile(r"(?:step-)?([0-9]{1,18})(?:-g([0-9]{1,9}))?")
@@ -25,6 +26,10 @@ def find_run(text: str, storage_text: str) -> Path:
     """
     if not text:
         raise ConfigError("RUN is empty; give a run's folder or the name of a run")
+    if is_uri(text):
+        raise ConfigError(
+            f"{shown(text)} is on an object store, and this command needs a run's folder: copy the run there first"
+        )
     storage = Path(storage_text).expanduser().absolute()
     given = Path(text).expanduser().absolute()
     is_name = text == Path(text).name
@@ -43,7 +48,7 @@ def find_run(text: str, storage_text: str) -> Path:
     raise ConfigError(f"{said}, and no other run is there. Say where with --storage FOLDER.")
 
 
-def pick(entries: list[CheckpointEntry], text: str) -> CheckpointEntry:
+def pick(entries: list[AnyListed], text: str) -> AnyListed:
     """The checkpoint of a step: the newest committed generation, or the one asked for.
 
     Raises:

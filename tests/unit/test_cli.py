@@ -20,6 +20,7 @@ from ray_ckpt.checkpoint.manifest import FileEntry, write_manifest
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, checkpoint_name
 from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import hash_file
+from ray_ckpt.view import place
 
 LS_KEYS = {
     "step",
@@ -190,7 +191,7 @@ def test_verify_of_a_step_that_was_never_committed_fails(run, capsys):
 
 
 def test_a_checkpoint_deleted_while_it_is_verified_is_no_fault(good_run, capsys, monkeypatch):
-    real = cli.verify_files
+    real = place.verify_files
 
     def delete_first(folder, manifest):
         if manifest.step == 100:
@@ -198,7 +199,7 @@ def test_a_checkpoint_deleted_while_it_is_verified_is_no_fault(good_run, capsys,
                 path.unlink()
         return real(folder, manifest)
 
-    monkeypatch.setattr(cli, "verify_files", delete_first)
+    monkeypatch.setattr(place, "verify_files", delete_first)
     code, out, err = call(capsys, "verify", good_run)
     assert code == 0
     assert "deleted by the run meanwhile" in err

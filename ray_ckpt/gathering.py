@@ -50,6 +50,7 @@ class Gathering:
         root = stack.root(stack.node_tiers[0], config.run_dir)
         self.folder = root / CHECKPOINTS_DIR / plan.name
         self._bad: list[tuple[Place, str]] = []
+        self._damaged: list[str] = []
 
     def load(self, state: TrainState, device: torch.device) -> bool:
         """As :func:`ray_ckpt.checkpoint.restore.load`; every rank calls it.
@@ -84,14 +85,20 @@ class Gathering:
         """
         report = self._ask(paths)
         self._bad += report.bad
+        self._damaged += report.damaged
         for path, problem in report.problems.items():
             raise NotBroughtError(f"{path or self._plan.name}: {problem}")
 
-    def bad_copies(self) -> list[tuple[Place, str]]:
-        """Copies that turned out to be bad, on any rank, with others in their place or not; every rank calls it."""
+    def found_bad(self) -> tuple[list[tuple[Place, str]], tuple[str, ...]]:
+        """Copies that turned out to be bad, on any rank, with others in their place or not; every rank calls it.
+
+        Returns:
+            Those on nodes, and files whose copy in the durable tier is bad.
+        """
         found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, self._bad, group=self._group)
-        return list(dict.fromkeys(each for bad in found for each in bad))
+        dist.all_gather_object(found, (self._bad, self._damaged), group=self._group)
+        bad = dict.fromkeys(each for own, _ in found for each in own)
+        return list(bad), tuple(sorted({path for _, own in found for path in own}))
 
     def _ask(self, paths: Collection[str]) -> Report:
         sources = {path: self._plan.sources.get(path, ()) for path in sorted(paths)}

@@ -70,12 +70,17 @@ def resume(
                 exact = gathering.load(state, device)
             except NotBroughtError as error:
                 problem = str(error)
-            if bad := gathering.bad_copies():
+            bad, damaged = gathering.found_bad()
+            if bad:
                 talk.ask("bad_copies", generation=attempt.generation, name=plan.name, bad=bad)
             if problem:
                 half_loaded = f"{plan.name} could not be taken from the nodes ({problem})"
                 plan = talk.ask(
-                    "not_gathered", generation=attempt.generation, name=plan.name, problem=problem
+                    "not_gathered",
+                    generation=attempt.generation,
+                    name=plan.name,
+                    problem=problem,
+                    damaged=damaged,
                 )
                 continue
         else:

@@ -8,8 +8,10 @@ from typing import Protocol
 
 from ray_ckpt.checkpoint.manifest import FileEntry
 from ray_ckpt.checkpoint.paths import open_plain
-from ray_ckpt.errors import CopyError
+from ray_ckpt.errors import CopyError, DamagedCopyError
 from ray_ckpt.tiers.depot import Depot
+from ray_ckpt.tiers.remote import RemoteTier
+from ray_ckpt.tiers.remote_store import RemoteStore
 from ray_ckpt.tiers.stack import Stack
 from ray_ckpt.tiers.throttle import Throttle
 
@@ -51,9 +53,38 @@ class DurableFolder:
         into.put(name, entry, chunks_of(self._depot.folder(name) / entry.path, throttle))
 
 
+class DurableRemote:
+    """An object store."""
+
+    def __init__(self, tier: RemoteTier) -> None:
+        self._tier = tier
+
+    def put(self, name: str, entry: FileEntry, source: Path, throttle: Throttle) -> None:
+        try:
+            self._tier.put(name, entry, source, throttle)
+        except DamagedCopyError as error:
+            raise CopyError(str(error)) from error
+
+    def get(self, name: str, entry: FileEntry, into: Depot, throttle: Throttle) -> None:
+        if into.has(name, entry):
+            return
+        to = into.folder(name) / entry.path
+        to.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._tier.get(name, entry, to, throttle)
+        except DamagedCopyError as error:
+            raise CopyError(str(error)) from error
+
+
+def remote_of(stack: Stack, run_dir: Path) -> RemoteTier | None:
+    """The checkpoints of a run on an object store, if that is its durable tier."""
+    return RemoteTier(RemoteStore(stack.remote), run_dir.name) if stack.remote else None
+
+
 def durable_of(stack: Stack, run_dir: Path) -> Durable:
     """The durable tier of a run."""
-    return DurableFolder(run_dir)
+    tier = remote_of(stack, run_dir)
+    return DurableFolder(run_dir) if tier is None else DurableRemote(tier)
 
 
 def chunks_of(path: Path, throttle: Throttle) -> Iterator[bytes]:

@@ -65,6 +65,7 @@ class Report:
         done: files that are at the target, compared with their checksums.
         problems: file to why it is not there.
         bad: places whose copy of a file turned out to be bad, and was deleted; with the file.
+        damaged: files whose copy in the durable tier turned out to be bad.
         bytes: copied; without what was there already.
         seconds: that it took.
     """
@@ -72,6 +73,7 @@ class Report:
     done: tuple[str, ...] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
     bad: tuple[tuple[Place, str], ...] = ()
+    damaged: tuple[str, ...] = ()
     bytes: int = 0
     seconds: float = 0.0
 
@@ -288,7 +290,7 @@ class Holder:
         if problem is None:
             return report
         problems = {**report.problems, **dict.fromkeys(report.done, problem)}
-        return Report(problems=problems, bad=report.bad)
+        return Report(problems=problems, bad=report.bad, damaged=report.damaged)
 
     def _copy(
         self,
@@ -301,6 +303,7 @@ class Holder:
         started = monotonic()
         entries = {entry.path: entry for entry in manifest.files}
         bad: list[tuple[Place, str]] = []
+        damaged: list[str] = []
 
         def one(path: str) -> str | None:
             problem = "no copy of it is here"
@@ -310,7 +313,9 @@ class Holder:
                     return None
                 except CopyError as error:
                     problem = str(error)
-                    if source.place and self._is_bad(manifest.name, entries[path], source.place):
+                    if source.place is None:
+                        damaged.append(path)
+                    elif self._is_bad(manifest.name, entries[path], source.place):
                         bad.append((source.place, path))
                 except (StorageError, NotPlainFileError, OSError) as error:
                     problem = str(error)
@@ -323,6 +328,7 @@ class Holder:
             done=done,
             problems={path: problem for path, problem in problems.items() if problem is not None},
             bad=tuple(bad),
+            damaged=tuple(damaged),
             bytes=sum(entries[path].bytes for path in done),
             seconds=monotonic() - started,
         )

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,6 +287,7 @@ class RemoteTier:
         findings: list[dict[str, Any]] | None = None,
         time_s: float = 0.0,
         by: str = "",
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Marks a checkpoint as bad for good; the first reason stays.
 
@@ -296,12 +297,13 @@ class RemoteTier:
             findings: details, such as ``[{"path": ..., "fault": ...}]``.
             time_s: now, seconds since the epoch.
             by: who found it.
+            facts: what else the note says.
 
         Raises:
             StorageError: the store failed; the checkpoint may still be offered.
         """
         if self.quarantine_note(name) is None:
-            data = encode_note(reason, time_s=time_s, findings=findings, by=by)
+            data = encode_note(reason, time_s=time_s, findings=findings, by=by, facts=facts)
             self.store.write(self.place(name, QUARANTINE_NAME), data)
 
     def _compare(

@@ -19,6 +19,7 @@ from typing import Literal
 import xxhash
 
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.tiers.address import is_uri, shown
 
 NodeTier = Literal["memory", "local"]
 TierName = Literal["memory", "local", "durable"]
@@ -91,6 +92,11 @@ class Stack:
             raise ConfigError(
                 f"--tiers.local-folder {self.local_folder}: there is no local tier in --tiers.use "
                 f"{' '.join(self.use)}; add it"
+            )
+        if self.remote and not is_uri(self.remote):
+            raise ConfigError(
+                f"--tiers.remote {shown(self.remote)}: must be the address of an object store, such as "
+                "s3://bucket/folder. For a folder that every node sees use --storage."
             )
         if self.remote and len(self.use) == 1:
             raise ConfigError(

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint import signature
-from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.listing import Listed
 from ray_ckpt.checkpoint.manifest import Manifest
-from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name, parse_checkpoint_name
-from ray_ckpt.checkpoint.quarantine import write_quarantine
+from ray_ckpt.checkpoint.names import checkpoint_name, parse_checkpoint_name
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import (
@@ -36,11 +35,13 @@ from ray_ckpt.errors import (
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
+from ray_ckpt.tiers.durable import remote_of
 from ray_ckpt.tiers.fleet import Fleet
 from ray_ckpt.tiers.housekeeping import ReadBack, read_back
 from ray_ckpt.tiers.placement import Place
-from ray_ckpt.tracker.aside import Aside
+from ray_ckpt.tracker.aside import Aside, Thread
 from ray_ckpt.tracker.copies import CopyBook, described
+from ray_ckpt.tracker.house import FolderHouse, House, RemoteHouse
 from ray_ckpt.tracker.journal import (
     JOURNAL_NAME,
     STEPS_NAME,
@@ -127,15 +128,18 @@ class TrackerCore:
         self._segments = SegmentBook(facts)
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
+        remote = remote_of(options.stack, self._dir)
+        self._house: House = (
+            FolderHouse(self._dir, read) if remote is None else RemoteHouse(remote, self._dir)
+        )
         self._keeper = Keeper(
-            run_dir=self._dir,
+            house=self._house,
             rules=options.retention,
             memory=self.memory,
             record=self._record,
             quarantine=self._quarantine,
             clock=clock,
             aside=aside,
-            read=read,
         )
         self._places = self._make_places(fleet)
         self._sanity = Sanity(
@@ -144,19 +148,20 @@ class TrackerCore:
             memory=self.memory,
             record=self._record,
             keep=self._places.keep,
+            quarantine=self._house.quarantine,
             clock=clock,
         )
 
     def _make_places(self, fleet: Fleet | None) -> Places:
         common: dict[str, Any] = {
-            "run_dir": self._dir,
+            "house": self._house,
             "memory": self.memory,
             "keeper": self._keeper,
             "make_manifest": self._manifest,
         }
         stack = self._options.stack
         if not stack.node_tiers:
-            return InFolder(**common)
+            return InFolder(run_dir=self._dir, **common)
         assert fleet is not None, "tiers on the nodes need holders there"
 
         def make_desk(places: OnNodes) -> TierDesk:
@@ -165,13 +170,19 @@ class TrackerCore:
                 every_steps=lambda tier: self._pace.tier_every(tier, self.memory),
                 last_step=self.memory.tier_steps.get,
                 is_durable=places.is_durable,
-                seal=places.seal,
+                seal=self._house.seal,
                 promoted=places.promoted,
                 is_left=lambda entry: left(entry, self.memory.left),
             )
             return TierDesk(stack=stack, fleet=fleet, book=CopyBook(self._dir), hooks=hooks)
 
-        return OnNodes(**common, make_desk=make_desk, on_durable=self._on_durable)
+        return OnNodes(
+            **common,
+            direct=not stack.remote,
+            aside=Thread("records"),
+            make_desk=make_desk,
+            on_durable=self._on_durable,
+        )
 
     def announce(self) -> None:
         """Notes that a tracker took up the run: a new job, or the same one after its tracker died."""
@@ -249,8 +260,16 @@ class TrackerCore:
         assert isinstance(self._places, OnNodes)
         self._places.bad_copies(name, bad)
 
-    def not_gathered(self, generation: int, name: str, problem: str) -> RestorePlan | None:
-        """The nodes did not give a checkpoint back: offers it from the durable tier, or an older one.
+    def not_gathered(
+        self, generation: int, name: str, problem: str, damaged: tuple[str, ...] = ()
+    ) -> RestorePlan | None:
+        """The holders did not give a checkpoint back: offers it from the durable folder, or an older one.
+
+        Args:
+            generation: of the attempt.
+            name: of the checkpoint.
+            problem: what one of them said.
+            damaged: files whose copy in the durable tier is not what was written.
 
         Raises:
             RestoreError: there is no other.
@@ -258,7 +277,13 @@ class TrackerCore:
         self._check(generation)
         assert isinstance(self._places, OnNodes)
         self._places.desk.pass_over(name)
-        self._record("skipped", name=name, reason=f"from the nodes: {problem}", faults=[])
+        if damaged:
+            findings = [{"path": path, "fault": "not as written"} for path in damaged]
+            self._quarantine(name, problem, findings)
+        else:
+            if self._options.stack.remote:
+                self._unreadable[name] = problem  # the store was asked too
+            self._record("skipped", name=name, reason=f"from the nodes: {problem}", faults=[])
         return self._plan(self._newest_usable())
 
     def reject(self, generation: int, name: str, faults: list[Fault]) -> RestorePlan | None:
@@ -414,27 +439,27 @@ class TrackerCore:
         """
         self._check(generation)
         step = int(save["step"])
-        folder = self._dir / CHECKPOINTS_DIR / checkpoint_name(step, generation)
+        name = checkpoint_name(step, generation)
         try:
-            manifest, problem = self._put(folder.name, generation, save)
+            manifest, problem = self._put(name, generation, save)
         except UnsaneStateError as error:
-            self._places.set_aside(folder.name, self._unchecked_manifest(generation, save), save)
-            self._sanity.set_aside(folder, save, error)
+            self._places.set_aside(name, self._unchecked_manifest(generation, save), save)
+            self._sanity.set_aside(name, save, error)
             self._keeper.after_save()  # of these too only a few are kept
             return False
         if manifest is None and problem:
-            self._record("save_failed", step=step, name=folder.name, error=problem)
-            self._places.discard(folder.name)
+            self._record("save_failed", step=step, name=name, error=problem)
+            self._places.discard(name)
             self._keeper.after_save()  # what may go may be what fills the disk
             return False
-        if manifest is None or folder.name in self.memory.committed:
+        if manifest is None or name in self.memory.committed:
             return True  # the same call again: the answer to the first was lost
         # Before the commit is on record: a tracker that dies in between is asked again, and pins again.
-        self._pin_first_of_segment(folder.name)
+        self._pin_first_of_segment(name)
         self._record(
             "commit",
             step=step,
-            name=folder.name,
+            name=name,
             tier=self._options.stack.use[0],
             bytes=manifest.total_bytes,
             files=len(manifest.files),
@@ -447,7 +472,7 @@ class TrackerCore:
             guard_s=manifest.guard.get("seconds"),
         )
         self._decide()
-        self._places.committed(folder.name)
+        self._places.committed(name)
         return True
 
     def durable(self, generation: int, step: int) -> str:
@@ -637,7 +662,7 @@ class TrackerCore:
         except StorageError:
             logger.exception("steps.jsonl lags behind by %d lines", len(self._steps))
 
-    def _newest_usable(self) -> CheckpointEntry | None:
+    def _newest_usable(self) -> Listed | None:
         entries = self._places.entries()
         for entry in entries:
             damaged = entry.manifest is None and entry.committed and not entry.unreadable
@@ -654,11 +679,10 @@ class TrackerCore:
 
     def _quarantine(self, name: str, reason: str, findings: list[dict[str, Any]]) -> None:
         self._keeper.cancel()  # what it was about to delete may be needed now
-        folder = self._dir / CHECKPOINTS_DIR / name
-        write_quarantine(folder, reason, time_s=self._clock(), findings=findings)
+        self._house.quarantine(name, reason, time_s=self._clock(), findings=findings)
         self._record("quarantine", name=name, reason=reason, faults=findings)
 
-    def _plan(self, entry: CheckpointEntry | None) -> RestorePlan | None:
+    def _plan(self, entry: Listed | None) -> RestorePlan | None:
         if entry is None:
             return None
         self._places.restoring(entry.folder.name)
@@ -668,7 +692,7 @@ class TrackerCore:
         where = f", from {described(sources)}" if sources else ""
         return replace(plan, reason=f"{plan.reason}{where}", sources=sources)
 
-    def _passed(self, entries: list[CheckpointEntry]) -> dict[str, str]:
+    def _passed(self, entries: list[Listed]) -> dict[str, str]:
         """Usable checkpoints that are passed over just now, and why."""
         return {**passed_over(entries, self.memory.left), **self._unreadable}
 

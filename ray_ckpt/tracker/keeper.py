@@ -11,17 +11,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
-from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, parse_checkpoint_name
+from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.errors import ConfigError, ManifestError, StaleGenerationError, StorageError
-from ray_ckpt.tiers import pins
 from ray_ckpt.tiers.collect import Gate
-from ray_ckpt.tiers.housekeeping import Findings, ReadBack, Round, keep_house, read_back
+from ray_ckpt.tiers.housekeeping import Findings
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.aside import Aside, Inline
-from ray_ckpt.tracker.journal import JOURNAL_NAME, last_generation
+from ray_ckpt.tracker.house import House, Terms
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.rollback import passed
 
@@ -38,31 +36,29 @@ class Keeper:
     """Keeps the checkpoints of one run by its rules.
 
     Args:
-        run_dir: the run's folder.
+        house: where they are.
         rules: which checkpoints are kept.
         memory: of the run, as the tracker keeps it.
         record: writes an event to the journal and takes it into memory.
         quarantine: marks a checkpoint as bad: its name, the reason, the findings.
         clock: seconds since the epoch.
         aside: where rounds run.
-        read: how a checkpoint is read back.
     """
 
     def __init__(
         self,
         *,
-        run_dir: Path,
+        house: House,
         rules: Rules,
         memory: RunMemory,
         record: _Recorder,
         quarantine: Callable[[str, str, list[dict[str, Any]]], None],
         clock: Callable[[], float],
         aside: Aside | None = None,
-        read: ReadBack = read_back,
     ) -> None:
-        self._dir, self._rules, self._memory = run_dir, rules, memory
+        self._house, self._rules, self._memory = house, rules, memory
         self._record, self._quarantine, self._clock = record, quarantine, clock
-        self._aside, self._read = aside or Inline(), read
+        self._aside = aside or Inline()
         self._gate = Gate()  # of the round that runs
         self._in_use: dict[str, str] = {}
         self._due = False
@@ -99,7 +95,7 @@ class Keeper:
                 self._due = False
                 self._aside.start(self._job())
         except Exception:
-            logger.exception("housekeeping of %s failed; it is tried again later", self._dir)
+            logger.exception("housekeeping failed; it is tried again later")
 
     def settle(self, timeout_s: float) -> None:
         """Waits until nothing is due any more."""
@@ -110,7 +106,7 @@ class Keeper:
 
     def pin(self, name: str, reason: str, author: str) -> None:
         """Pins a checkpoint (see :func:`ray_ckpt.tiers.pins.pin`)."""
-        if pins.pin(self._folder(name), reason, author=author, time_s=self._clock()):
+        if self._house.pin(name, reason, author=author, time_s=self._clock()):
             self._tell("pin", name, reason=reason, author=author)
 
     def keep(self, name: str, reason: str) -> None:
@@ -122,31 +118,28 @@ class Keeper:
 
     def unpin(self, name: str, reason: str | None) -> None:
         """Takes pins of a checkpoint away (see :func:`ray_ckpt.tiers.pins.unpin`)."""
-        for gone in pins.unpin(self._folder(name), reason):
+        for gone in self._house.unpin(name, reason):
             self._tell("unpin", name, reason=gone.reason, author=gone.author)
 
     def _job(self) -> Callable[[], Findings]:
         self._gate = Gate()
-        task = Round(
-            run_dir=self._dir,
+        terms = Terms(
             rules=self._rules,
             generation=self._memory.generation,
-            newest_generation=lambda: last_generation(self._dir / JOURNAL_NAME),
-            present_generation=self._memory.generation,
             verified=frozenset(self._memory.verified),
             in_use=dict(self._in_use),
-            read_back=self._read if self._may_read else None,
+            may_read=self._may_read,
             gate=self._gate,
             passed=passed(self._memory.left),
         )
         now_s = self._clock()
-        return lambda: keep_house(task, now_s=now_s)
+        return lambda: self._house.keep(terms, now_s=now_s)
 
     def _note(self, result: Findings | Exception) -> None:
         if isinstance(result, Exception):
             if not isinstance(result, ConfigError | StaleGenerationError | StorageError):
                 raise result
-            logger.warning("nothing was deleted in %s: %s", self._dir, result)
+            logger.warning("nothing was deleted: %s", result)
             return
         self._note_pins(result)
         if result.faults is not None:
@@ -197,8 +190,3 @@ class Keeper:
         key = parse_checkpoint_name(name)
         assert key is not None, name
         self._record(event, name=name, step=key[0], **fields)
-
-    def _folder(self, name: str) -> Path:
-        if parse_checkpoint_name(name) is None:
-            raise ConfigError(f"{name!r} is no checkpoint: their names are like step-00001200-g3")
-        return self._dir / CHECKPOINTS_DIR / name

@@ -5,21 +5,27 @@ Two answers to the same questions, so that the tracker does not ask which kind o
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints
+from ray_ckpt.checkpoint.listing import Listed
 from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
-from ray_ckpt.errors import ManifestError, StorageError
 from ray_ckpt.tiers.holder import Source
 from ray_ckpt.tiers.placement import Place
+from ray_ckpt.tracker.aside import Aside
+from ray_ckpt.tracker.house import House
 from ray_ckpt.tracker.keeper import Keeper
 from ray_ckpt.tracker.memory import DURABLE, RunMemory
 from ray_ckpt.tracker.shelf import discard, incomplete, manifest_in
 from ray_ckpt.tracker.tierdesk import TierDesk
+
+logger = logging.getLogger(__name__)
+
+PUSH_S = 60.0  # at the end of a run nobody trains any more
 
 MakeManifest = Callable[[int, Mapping[str, Any]], Manifest]
 """A manifest of what a save of a generation reports, if its state may be committed."""
@@ -40,7 +46,7 @@ class Places(Protocol):
         """Node to the name of the holder there."""
         ...
 
-    def entries(self) -> list[CheckpointEntry]:
+    def entries(self) -> list[Listed]:
         """All checkpoints, newest first."""
         ...
 
@@ -102,15 +108,22 @@ class InFolder:
 
     Args:
         run_dir: the run's folder.
+        house: the same.
         memory: of the run.
         keeper: of the folder.
         make_manifest: makes a manifest.
     """
 
     def __init__(
-        self, *, run_dir: Path, memory: RunMemory, keeper: Keeper, make_manifest: MakeManifest
+        self,
+        *,
+        run_dir: Path,
+        house: House,
+        memory: RunMemory,
+        keeper: Keeper,
+        make_manifest: MakeManifest,
     ) -> None:
-        self._dir, self._memory, self._keeper = run_dir, memory, keeper
+        self._dir, self._house, self._memory, self._keeper = run_dir, house, memory, keeper
         self._make_manifest = make_manifest
 
     def begin(self, nodes: Sequence[str]) -> None:
@@ -122,8 +135,8 @@ class InFolder:
     def holders(self) -> dict[str, str]:
         return {}
 
-    def entries(self) -> list[CheckpointEntry]:
-        return list_checkpoints(self._dir)
+    def entries(self) -> list[Listed]:
+        return self._house.entries()
 
     def refresh(self) -> None:
         pass
@@ -174,30 +187,35 @@ class InFolder:
 
 
 class OnNodes:
-    """Workers write into a tier on their nodes; the run's folder gets copies.
+    """Workers write into a tier on their nodes; the durable tier gets copies.
 
     Args:
-        run_dir: the run's folder.
+        house: the durable tier.
+        direct: whether workers can read the durable tier by themselves, as they can a folder.
+        aside: where records are copied.
         memory: of the run.
         keeper: of the folder.
         make_manifest: makes a manifest.
         make_desk: makes the desk, from what seals a checkpoint in the folder and what is told then.
-        on_durable: told the name of a checkpoint that is in the folder, once that is on record.
+        on_durable: told the name of a checkpoint that got there, once that is on record.
     """
 
     def __init__(
         self,
         *,
-        run_dir: Path,
+        house: House,
+        direct: bool,
+        aside: Aside,
         memory: RunMemory,
         keeper: Keeper,
         make_manifest: MakeManifest,
         make_desk: Callable[[OnNodes], TierDesk],
         on_durable: Callable[[str], None],
     ) -> None:
-        self._dir, self._memory, self._keeper = run_dir, memory, keeper
+        self._house, self._memory, self._keeper = house, memory, keeper
+        self._direct, self._aside, self._push_due = direct, aside, False
         self._make_manifest, self._on_durable = make_manifest, on_durable
-        self._to_keep: dict[str, list[str]] = {}  # once they are in the folder
+        self._to_keep: dict[str, list[str]] = {}  # once they are in the durable tier
         self.desk = make_desk(self)
 
     def begin(self, nodes: Sequence[str]) -> None:
@@ -209,9 +227,9 @@ class OnNodes:
     def holders(self) -> dict[str, str]:
         return self.desk.holders()
 
-    def entries(self) -> list[CheckpointEntry]:
-        # Of one that is on the nodes and in the folder, that of the nodes comes first.
-        both = [*self.desk.entries(), *list_checkpoints(self._dir)]
+    def entries(self) -> list[Listed]:
+        # Of one that is on the nodes and in the durable tier, that of the nodes comes first.
+        both = [*self.desk.entries(), *self._house.entries()]
         return sorted(both, key=lambda entry: (entry.step, entry.generation), reverse=True)
 
     def refresh(self) -> None:
@@ -222,7 +240,11 @@ class OnNodes:
         self.desk.restoring(name)
 
     def sources(self, name: str) -> Mapping[str, tuple[Source, ...]]:
-        return self.desk.sources(name)
+        if (found := self.desk.sources(name)) or self._direct:
+            return found
+        entry = next(each for each in self._house.entries() if each.folder.name == name)
+        assert entry.manifest is not None
+        return {file.path: (Source(place=None),) for file in entry.manifest.files}
 
     def put(
         self, name: str, generation: int, save: Mapping[str, Any]
@@ -263,32 +285,41 @@ class OnNodes:
     def advance(self) -> None:
         self.desk.advance()
         self._keeper.advance()
+        self._push()
 
     def close(self) -> None:
+        self._push_due = True
+        deadline = time.monotonic() + PUSH_S
+        while (self._push_due or self._aside.busy) and time.monotonic() < deadline:
+            self._push()
+            self._aside.wait(0.05)
         self.desk.close(finished=True)
+
+    def _push(self) -> None:
+        """Copies the run's records to where its checkpoints are, if they are elsewhere."""
+        result = self._aside.take()
+        if isinstance(result, Exception):
+            logger.warning("the run's records were not copied, which is tried again: %s", result)
+        if self._push_due and not self._aside.busy:
+            self._push_due = False
+            self._aside.start(self._pushed)
+
+    def _pushed(self) -> str:
+        self._house.push_records()
+        return "pushed"
 
     # ---- for the desk ---------------------------------------------------------------------------
 
     def is_durable(self, name: str) -> bool:
-        """Whether the folder has a checkpoint."""
+        """Whether the durable tier has a checkpoint."""
         return DURABLE in self._memory.tiers.get(name, {})
 
-    def seal(self, manifest: Manifest) -> str | None:
-        """Commits a checkpoint in the folder, whose files are all there; why not, if it cannot."""
-        folder = self._dir / CHECKPOINTS_DIR / manifest.name
-        try:
-            problem = incomplete(folder, [asdict(entry) for entry in manifest.files])
-            if problem is None:
-                write_manifest(folder, manifest)
-            return problem
-        except (ManifestError, StorageError, OSError) as error:
-            return str(error)
-
     def promoted(self, name: str) -> None:
-        """A checkpoint is in the folder, and that is on record."""
+        """A checkpoint is in the durable tier, and that is on record."""
         for reason in self._to_keep.pop(name, ()):
             self._keeper.keep(name, reason)
         self._on_durable(name)
+        self._push_due = True
         self._keeper.after_save()
 
     def bad_copies(self, name: str, bad: Sequence[tuple[Place, str]]) -> None:

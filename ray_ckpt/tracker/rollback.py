@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ray_ckpt.checkpoint.guard import GuardRule, OnNonfinite
-from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.listing import Listed
 
 LEFT = "the run was rolled back to before it"
 
@@ -65,7 +65,7 @@ def left(entry: Place, courses: Iterable[Course]) -> bool:
     return any(course.has(entry) for course in courses)
 
 
-def passed_over(entries: Iterable[CheckpointEntry], courses: Sequence[Course]) -> dict[str, str]:
+def passed_over(entries: Iterable[Listed], courses: Sequence[Course]) -> dict[str, str]:
     """Checkpoints on courses that the run has left: name to why they are never restored."""
     return {entry.folder.name: LEFT for entry in entries if left(entry, courses)}
 
@@ -76,9 +76,7 @@ def passed(courses: Iterable[Course]) -> Callable[[Place], str | None]:
     return lambda entry: LEFT if left(entry, found) else None
 
 
-def choose(
-    entries: Sequence[CheckpointEntry], bad_step: int, rollbacks: int
-) -> CheckpointEntry | None:
+def choose(entries: Sequence[Listed], bad_step: int, rollbacks: int) -> Listed | None:
     """The checkpoint to go back to; None when there is none from before.
 
     Args:
@@ -86,7 +84,7 @@ def choose(
         bad_step: step, counted from 1, that was no longer finite.
         rollbacks: in a row so far.
     """
-    before: dict[int, CheckpointEntry] = {}
+    before: dict[int, Listed] = {}
     for entry in entries:
         if entry.step < bad_step:
             before.setdefault(entry.step, entry)  # the newest attempt's, of those of one step

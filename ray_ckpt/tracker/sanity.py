@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint.guard import GuardRule, is_nonfinite, judge, reason
-from ray_ckpt.checkpoint.listing import CheckpointEntry, usable
-from ray_ckpt.checkpoint.quarantine import GUARD, write_quarantine
+from ray_ckpt.checkpoint.listing import Listed, usable
+from ray_ckpt.checkpoint.quarantine import GUARD
 from ray_ckpt.errors import ManifestError, StorageError, UnsaneStateError
 from ray_ckpt.skips import Skip, skip_past
 from ray_ckpt.tracker.memory import RunMemory
@@ -31,21 +30,24 @@ class Sanity:
         memory: of the run.
         record: puts an event on record.
         keep: keeps a checkpoint, for a reason; raises nothing.
+        quarantine: labels a checkpoint as bad, by its name and a reason.
         clock: seconds since the epoch.
     """
 
     def __init__(
         self,
         *,
-        entries: Callable[[], list[CheckpointEntry]],
+        entries: Callable[[], list[Listed]],
         rule: GuardRule,
         memory: RunMemory,
         record: Callable[..., None],
         keep: Callable[[str, str], None],
+        quarantine: Callable[..., None],
         clock: Callable[[], float],
     ) -> None:
         self._entries, self._rule, self._memory = entries, rule, memory
         self._record, self._keep, self._clock = record, keep, clock
+        self._quarantine = quarantine
 
     def check(self, report: Mapping[str, Any]) -> None:
         """Lets a state pass, by what the guard saw in it.
@@ -58,9 +60,9 @@ class Sanity:
             more = int(report.get("more_findings", 0))
             raise UnsaneStateError(reason(findings, more), list(findings))
 
-    def set_aside(self, folder: Path, save: Mapping[str, Any], error: UnsaneStateError) -> None:
+    def set_aside(self, name: str, save: Mapping[str, Any], error: UnsaneStateError) -> None:
         """Labels a refused checkpoint with its finding; the same call again changes nothing."""
-        if folder.name in self._memory.refusals:
+        if name in self._memory.refusals:
             return
         found = save["guard"]
         facts = {
@@ -71,16 +73,15 @@ class Sanity:
         }
         now_s = self._clock()
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # its files may be on their way there
-            write_quarantine(
-                folder, error.reason, time_s=now_s, findings=error.findings, by=GUARD, facts=facts
+            self._quarantine(
+                name, error.reason, time_s=now_s, findings=error.findings, by=GUARD, facts=facts
             )
         except (ManifestError, StorageError, OSError):
             # Without a manifest it is no checkpoint, with or without the note.
-            logger.exception("%s: what the guard found could not be noted", folder)
+            logger.exception("%s: what the guard found could not be noted", name)
         self._record(
             "quarantine",
-            name=folder.name,
+            name=name,
             by=GUARD,
             reason=error.reason,
             findings=error.findings,
@@ -129,6 +130,6 @@ class Sanity:
         event = memory.trouble or {}
         return Remedy(action=event["action"], reason=event["reason"])
 
-    def on_course(self) -> list[CheckpointEntry]:
+    def on_course(self) -> list[Listed]:
         """Usable checkpoints of the course that the run is on, newest first."""
         return [entry for entry in usable(self._entries()) if not left(entry, self._memory.left)]

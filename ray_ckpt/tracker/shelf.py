@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ray_ckpt.checkpoint.listing import CheckpointEntry, usable
+from ray_ckpt.checkpoint.listing import Listed, usable
 from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME
 from ray_ckpt.errors import ManifestError, RestoreError
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def restore_plan(
-    entry: CheckpointEntry, entries: Sequence[CheckpointEntry], unreadable: Mapping[str, str]
+    entry: Listed, entries: Sequence[Listed], unreadable: Mapping[str, str]
 ) -> RestorePlan:
     """The plan that restores a usable checkpoint, and names what is newer and not used.
 
@@ -43,11 +43,11 @@ def restore_plan(
 def newest_usable(
     run: str,
     run_dir: Path,
-    entries: Sequence[CheckpointEntry],
+    entries: Sequence[Listed],
     *,
     commits: int,
     passed: Mapping[str, str] = MappingProxyType({}),
-) -> CheckpointEntry | None:
+) -> Listed | None:
     """The checkpoint to restore; None for a run that never had one.
 
     Args:
@@ -74,7 +74,7 @@ def newest_usable(
     return None
 
 
-def why_not(entry: CheckpointEntry, passed: Mapping[str, str]) -> str:
+def why_not(entry: Listed, passed: Mapping[str, str]) -> str:
     """Why a checkpoint is not used, in words."""
     return entry.quarantined or entry.fault or passed.get(entry.folder.name) or "older than another"
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.listing import Listed
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.tiers.fleet import QUICK_S, Fleet, inventories
@@ -50,7 +50,7 @@ class Hooks:
     is_durable: Callable[[str], bool]
     seal: Callable[[Manifest], str | None]
     promoted: Callable[[str], None]
-    is_left: Callable[[CheckpointEntry], bool]
+    is_left: Callable[[Listed], bool]
 
 
 class TierDesk:
@@ -120,7 +120,7 @@ class TierDesk:
 
     # ---- restore --------------------------------------------------------------------------------
 
-    def entries(self) -> list[CheckpointEntry]:
+    def entries(self) -> list[Listed]:
         """Checkpoints that the nodes can give back whole, newest first."""
         return [entry for entry in self._book.entries() if entry.folder.name not in self._passed]
 

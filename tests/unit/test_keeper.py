@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_listed_never_stops_a_commit(run, monkeypatch):
         patch.setattr("ray_ckpt.tiers.stock.list_checkpoints", refuse)
         commits(run, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("ray_ckpt.tracker.keeper.keep_house", lambda *args, **more: 1 / 0)
+        patch.setattr("ray_ckpt.tracker.house.keep_house", lambda *args, **more: 1 / 0)
         commits(run, 1)
     assert run.usable() == names(40, 30, 20, 10)
     commits(run, 1)

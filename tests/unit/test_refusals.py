@@ -20,7 +20,7 @@ from ray_ckpt.checkpoint.quarantine import read_quarantine_note
 from ray_ckpt.skips import Skip
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tracker.rollback import LEFT
-from ray_ckpt.view.keeping import Keeping
+from ray_ckpt.view.place import FolderRun
 from ray_ckpt.view.story import tell
 
 
@@ -97,7 +97,7 @@ def test_the_same_refused_save_told_again_is_one_refusal(tmp_path):
 
 def test_a_refusal_that_cannot_be_noted_is_no_commit_either(tmp_path, monkeypatch):
     from ray_ckpt.errors import StorageError
-    from ray_ckpt.tracker import sanity
+    from ray_ckpt.tracker import house
 
     def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("no space left on device")
@@ -105,7 +105,7 @@ def test_a_refusal_that_cannot_be_noted_is_no_commit_either(tmp_path, monkeypatc
     run = guarded(tmp_path / "demo")
     run.begin()
     run.train(5)
-    monkeypatch.setattr(sanity, "write_quarantine", refuse)
+    monkeypatch.setattr(house, "write_quarantine", refuse)
     assert not save(run, bad())
     assert run.usable() == []
     assert len(run.journal("quarantine")) == 1
@@ -190,7 +190,7 @@ def test_what_a_rollback_left_never_stands_in_for_what_the_run_goes_back_to(tmp_
     run.core._keeper.after_save()
     steps = {e.step: e for e in list_checkpoints(run.dir)}
     assert sorted(steps) == [10, 15]
-    kept = Keeping(run.dir, list_checkpoints(run.dir))
+    kept = FolderRun(run.dir).keeping(list_checkpoints(run.dir))
     assert "the newest" in kept.of("step-00000010-g1")["kept"]
     assert all(LEFT in reason for reason in kept.of("step-00000015-g1")["kept"])
 

@@ -22,8 +22,8 @@ from ray_ckpt.checkpoint.names import MANIFEST_NAME, QUARANTINE_NAME, checkpoint
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import RestoreError, StaleGenerationError, StorageError
 from ray_ckpt.policy.decision import IntervalLimits
-from ray_ckpt.tracker import places as module
-from ray_ckpt.tracker.core import Attempt, RunFacts, TrackerCore, TrackerOptions
+from ray_ckpt.tracker import house, places
+from ray_ckpt.tracker.core import Attempt, Directive, RunFacts, TrackerCore, TrackerOptions
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, JsonLines, read_lines
 from ray_ckpt.tracker.memory import PLANNED, RunMemory
 from ray_ckpt.view.story import tell
@@ -80,7 +80,7 @@ class Run:
         )
         return attempt
 
-    def train(self, count: int, step_time_s: float = 0.5) -> module.Directive:
+    def train(self, count: int, step_time_s: float = 0.5) -> Directive:
         records = [
             {"step": self.step + i, "loss": 1.0, "step_time_s": step_time_s}
             for i in range(1, count + 1)
@@ -520,7 +520,7 @@ def test_an_interruption_is_on_record_when_the_checkpoints_cannot_be_listed(two,
         raise StorageError("cannot list")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "list_checkpoints", refuse)
+        patch.setattr(house, "list_checkpoints", refuse)
         assert two.core.interruption("node_loss", "the storage went with it").go_on
     [event] = two.journal("interruption")
     assert event["cause"] == "the storage went with it"
@@ -609,7 +609,7 @@ def test_a_manifest_that_cannot_be_written_harms_no_earlier_checkpoint(two, monk
 
     save = two.written(25)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_manifest", refuse)
+        patch.setattr(places, "write_manifest", refuse)
         assert two.core.commit(1, save) is False
     assert two.usable() == ["step-00000020-g1", "step-00000010-g1"]
     assert not two.folder(25).exists()

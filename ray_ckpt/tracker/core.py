@@ -389,6 +389,7 @@ class TrackerCore:
             param_norm=manifest.guard.get("param_norm"),
             guard_s=manifest.guard.get("seconds"),
         )
+        self._pace.saved(self._last_step - step, float(save["upload_s"]))
         self._decide()
         self._keeper.after_save()
         return True

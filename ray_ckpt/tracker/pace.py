@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from statistics import median
 
 from ray_ckpt.policy.decision import Decision, Measured, decide, oversteps
-from ray_ckpt.policy.failures import FailureBelief
+from ray_ckpt.policy.failures import FailureBelief, FailureModel
+from ray_ckpt.policy.slowdown import UploadCompany
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.records import TrackerOptions
 
@@ -34,6 +35,7 @@ class Pace:
         self._options = options
         self._times_s = deque(step_times_s, maxlen=RECENT_STEPS)
         self._before_s: float | None = None
+        self._company = UploadCompany()
         self.decision = self._decision(memory)
         # A run that has begun was told another decision, by the tracker before this one.
         self._told = None if memory.generation else self.decision
@@ -54,6 +56,7 @@ class Pace:
         """The times so far are those of the attempt before."""
         self._before_s = self.step_time_s
         self._times_s.clear()
+        self._company.begin_attempt()
 
     def steps(self, times_s: Iterable[float]) -> bool:
         """Takes the times of steps, seconds; True when it is time to decide again.
@@ -62,14 +65,25 @@ class Pace:
         decision breaks a limit: a save may be a long way off.
         """
         knew = self._few_are_known()
+        times_s = list(times_s)
         self._times_s.extend(times_s)
+        self._company.steps(times_s)
         if not self._few_are_known():
             return False
         return not knew or oversteps(self.decision, median(self._times_s), self._options.limits)
 
+    def saved(self, steps_since: int, upload_s: float) -> None:
+        """Takes the end of a save.
+
+        Args:
+            steps_since: steps told since the one that was saved.
+            upload_s: of that save, seconds.
+        """
+        self._company.saved(steps_since, upload_s)
+
     def decide(self, memory: RunMemory) -> Decision | None:
         """Decides again; returns the decision when it differs from the last one that was returned."""
-        new, old = self._decision(memory), self._told
+        new, old = self._decision(memory, self.decision), self._told
         self.decision = new
         if (
             old is not None
@@ -81,19 +95,16 @@ class Pace:
         return new
 
     def belief(self, memory: RunMemory) -> FailureBelief:
-        """How often the job fails."""
-        return FailureBelief(
-            prior_mtbf_s=self._options.prior_mtbf_s,
-            prior_weight=self._options.prior_weight,
-            failures=memory.failures,
-            exposure_s=memory.exposure_s,
-        )
+        """How often the job fails at the present number of workers."""
+        model = FailureModel(self._options.prior(), memory.seen())
+        return model.at(max(1, memory.world_size))
 
-    def _decision(self, memory: RunMemory) -> Decision:
+    def _decision(self, memory: RunMemory, held: Decision | None = None) -> Decision:
         measured = Measured(
             step_s=self.step_time_s,
             stall_s=memory.stall_s,
             upload_s=memory.upload_s,
             world_size=max(1, memory.world_size),
+            slowdown=self._company.slowdown,
         )
-        return decide(measured, self.belief(memory), self._options.limits)
+        return decide(measured, self.belief(memory), self._options.limits, held)

@@ -936,7 +936,7 @@ def test_the_decision_follows_what_is_measured_and_explains_itself(run):
     run.train(10)
     run.save(stall_s=0.1)
     small = run.train(1)
-    assert small.reason.startswith("young: stall C 100 ms, MTBF M ")
+    assert small.reason.startswith("exact: stall C 100 ms, MTBF M ")
     for _ in range(3):
         run.train(5)
         run.save(stall_s=10.0)
@@ -1017,4 +1017,4 @@ def test_the_status_is_plain_values(two):
     status = json.loads(json.dumps(two.core.status()))
     assert (status["step"], status["commits"], status["last_commit_step"]) == (25, 2, 20)
     assert status["step_time_s"] == 0.5
-    assert status["decision"]["formula"] == "young"
+    assert status["decision"]["formula"] == "exact"

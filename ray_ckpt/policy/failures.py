@@ -5,6 +5,9 @@ small it is (its software, its storage), some with every machine that is added. 
 the machines' part alone would say: Kokolis et al. 2024 (arXiv 2410.21680) saw 7.9 h between failures at 1,024 GPUs,
 where their rate per node gives 28.8 h.
 
+At one size alone the two parts look the same, and how failures are shared out between them is the prior's saying: a
+cluster of machines worse than the stated ones looks like a bad job until a second size tells the parts apart.
+
 Both parts have gamma priors. Of a sum of two rates nobody sees which one a failure came from, so the posterior is
 no product of two gammas. But it is a finite mixture of such products, one for each number K of failures that came
 with the job: the likelihood ``prod (a + b W)^n`` is a polynomial, and each of its terms ``a^K b^(N-K)`` is

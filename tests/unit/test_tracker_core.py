@@ -965,6 +965,34 @@ def test_failures_shorten_the_interval_and_planned_ends_do_not(run):
     assert after("node_loss") < 0.8 * calm
 
 
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_run_that_shrinks_knows_its_new_failure_rate_at_once(run, reopened):
+    # Spot nodes: a machine is lost in three weeks, a job by itself in a day.
+    run.options = dataclasses.replace(
+        OPTIONS, prior_mtbf_s=86400.0, prior_per_1000_worker_days=50.0
+    )
+    run.open()
+    run.begin(512)
+    run.train(10)
+    run.save(stall_s=1.0)
+    for _ in range(30):
+        run.train(20, step_time_s=100.0)
+        run.core.interruption("node_loss", "x")
+        run.begin(512)
+    large = run.core.status()["mtbf_s"]
+    assert large == pytest.approx(2000, rel=0.25)
+    run.core.interruption("resize", "to fewer workers")
+    if reopened:
+        run.open()
+    reason = run.begin(64).directive.reason
+    small = run.core.status()["mtbf_s"]
+    assert 3 * large < small < 8 * large
+    assert "at 64 workers (30 failures seen, 90 %: " in reason
+    run.core.interruption("resize", "to as many as before")
+    run.begin(512)
+    assert run.core.status()["mtbf_s"] == pytest.approx(large, rel=0.01)
+
+
 def test_one_odd_save_does_not_move_the_interval(run):
     run.begin()
     for stall_s in (1.0, 1.0, 60.0):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def simulate(
     """
     if len(every_steps) != len(tiers) or not tiers or min(every_steps) < 1:
         raise ValueError(f"need steps of 1 or more for each of the {len(tiers)} tiers")
-    if any(slow % fast for fast, slow in zip(every_steps, every_steps[1:], strict=False)):
+    if any(slow % fast for fast, slow in pairwise(every_steps)):
         raise ValueError(f"each tier's steps must be a multiple of the faster one's: {every_steps}")
     run = _Run(tiers, [n // every_steps[0] for n in every_steps], every_steps[0] * step_s, rng)
     while run.count * run.unit_s < useful_s:

@@ -20,6 +20,7 @@ from ray_ckpt.policy.failures import (
     Seen,
 )
 from ray_ckpt.policy.gamma import gamma_cdf, gamma_quantile
+from ray_ckpt.policy.restart import restart_at
 
 HOUR, DAY = 3600.0, 86400.0
 PRIOR = ScalePrior(job_mtbf_s=DAY)
@@ -348,3 +349,36 @@ def test_a_belief_says_where_it_comes_from_and_how_sure_it_is(values: Any, words
 def test_an_impossible_belief_is_refused(wrong):
     with pytest.raises(ValueError, match="need mtbf_s > 0"):
         FailureBelief(**{"mtbf_s": 5.0, "low_s": 1.0, "high_s": 8.0, **wrong})
+
+
+# ---- restarts -------------------------------------------------------------------------------------
+
+# Cold recovery of a whole job (arXiv 2602.00277): GPUs, seconds.
+COLD_RECOVERY = [(16_384, 200.0), (22_528, 300.0), (65_536, 600.0), (98_304, 900.0)]
+
+
+def test_published_recoveries_lie_on_the_line_that_is_fitted():
+    for size, seconds in COLD_RECOVERY:
+        assert restart_at(size, COLD_RECOVERY) == pytest.approx(seconds, rel=0.11)
+    # What one size would not have told: the largest from the two smallest and the next.
+    assert restart_at(98_304, COLD_RECOVERY[:3]) == pytest.approx(900, rel=0.05)
+    assert restart_at(98_304, COLD_RECOVERY[:1]) == 200
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 10**5), st.floats(0, 1e4)), min_size=1, max_size=6),
+    st.integers(1, 10**5),
+    st.integers(1, 10**5),
+)
+def test_a_restart_is_never_negative_and_never_quicker_with_more_workers(rows, one, other):
+    few, many = sorted((one, other))
+    assert 0 <= restart_at(few, rows) <= restart_at(many, rows) * (1 + 1e-9) + 1e-9
+    assert restart_at(one, []) is None
+    assert restart_at(one, rows[:1]) == pytest.approx(rows[0][1])
+
+
+def test_an_impossible_restart_is_refused():
+    for wrong in ((0, [(1, 1.0)]), (1, [(0, 1.0)]), (1, [(1, -1.0)])):
+        with pytest.raises(ValueError, match="1 worker or more"):
+            restart_at(*wrong)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_ckpt import policy
 from ray_ckpt.policy.audit import audit
 from ray_ckpt.policy.decision import Decision, IntervalLimits, Measured, decide, steps_to_next
 from ray_ckpt.policy.failures import FailureBelief
@@ -369,3 +373,15 @@ def test_luck_alone_is_not_called_a_fault(failures, saving, rework):
 def test_impossible_totals_are_refused(wrong):
     with pytest.raises(ValueError, match="useful time of more than 0 s"):
         audit(*wrong)
+
+
+def test_the_policy_is_arithmetic_and_imports_nothing_else_of_the_project():
+    for path in sorted(Path(policy.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                top = name.split(".")[0]
+                assert top in sys.stdlib_module_names or top in ("numpy", "ray_ckpt"), path.name
+                assert top != "ray_ckpt" or name.startswith("ray_ckpt.policy."), path.name
+                assert top not in ("time", "datetime", "os", "pathlib", "random"), path.name

@@ -83,7 +83,10 @@ def test_a_larger_stall_never_saves_more_often(step_s, stall, upload, mtbf, fact
         # Never off by more than the rounding to whole steps, and that stays inside the limits.
         floor = max(least, upload)
         wanted = min(max(exact(stall_s, mtbf_s), floor), limits.max_s)
-        assert abs(found.interval_s - wanted) <= step_s * 1.0000001 or found.every_steps == 1
+        off = (
+            step_s * 1.0000001 + 2e-9 * wanted
+        )  # limits are kept but for the last bits of a quotient
+        assert abs(found.interval_s - wanted) <= off or found.every_steps == 1
         if math.ceil(floor / step_s) * step_s <= limits.max_s:
             assert floor * (1 - 1e-6) <= found.interval_s <= limits.max_s * (1 + 1e-6)
         return found.every_steps

@@ -129,6 +129,23 @@ def test_a_slower_tier_that_is_needed_more_rarely_is_saved_to_more_rarely():
     assert found.waste < plan_waste(tiers, 1.0, (memory, memory, memory))
 
 
+@pytest.mark.parametrize("rate", [0.2, 0.02, 0.002])
+def test_a_slow_tier_that_is_needed_often_pulls_the_faster_one_along(rate):
+    # Alone the memory tier would be saved to every half hour; the durable one can not wait for that.
+    tiers = [
+        TierCost(name="memory", stall_s=0.02, failures_per_s=1e-8),
+        TierCost(name="durable", stall_s=0, upload_s=0.5, slowdown=0.01, failures_per_s=rate),
+    ]
+    found = plan_intervals(tiers, 0.01, IntervalLimits(min_s=0.01, max_s=3000))
+    both = [
+        plan_waste(tiers, 0.01, (n, n * times))
+        for n in {round(1.05**k) for k in range(2, 200)}
+        for times in (1, 2, 3)
+        if n * times >= 50
+    ]
+    assert found.waste <= min(both) * (1 + 1e-9)
+
+
 def test_an_interval_is_never_shorter_than_the_upload():
     tiers = [
         TierCost(name="memory", stall_s=0.01, upload_s=20, failures_per_s=0.01),

@@ -993,6 +993,19 @@ def test_a_run_that_shrinks_knows_its_new_failure_rate_at_once(run, reopened):
     assert run.core.status()["mtbf_s"] == pytest.approx(large, rel=0.01)
 
 
+def test_steps_that_an_upload_slows_are_a_cost_of_the_save(run):
+    run.begin()
+    run.train(10, step_time_s=1.0)
+    for _ in range(3):
+        written = run.written(run.step, stall_s=0.1, upload_s=10.0)
+        run.train(8, step_time_s=1.25)
+        assert run.core.commit(run.generation, written)
+        run.train(20, step_time_s=1.0)
+    assert "upload U 10 s slowing steps by 20 %" in run.train(1).reason
+    # Dearer by 2 s each than the stall alone.
+    assert run.core.status()["decision"]["every_steps"] > 90
+
+
 def test_one_odd_save_does_not_move_the_interval(run):
     run.begin()
     for stall_s in (1.0, 1.0, 60.0):

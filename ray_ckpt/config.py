@@ -20,8 +20,8 @@ from ray_ckpt.data.catalog import DataSource, parse_sources
 from ray_ckpt.data.plan import check_batch
 from ray_ckpt.data.reader import OnCorrupt
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
 from ray_ckpt.policy.decision import IntervalLimits
-from ray_ckpt.policy.failures import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
 from ray_ckpt.tiers.retention import Mode
 from ray_ckpt.tiers.rules import Rules
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_ckpt.policy.failures import FailureBelief
+from ray_ckpt.policy.belief import FailureBelief
 from ray_ckpt.policy.limits import ROUNDING, IntervalLimits
 from ray_ckpt.policy.tiers import TierCost, plan_intervals
 from ray_ckpt.policy.words import percent, seconds

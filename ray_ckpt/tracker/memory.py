@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from ray_ckpt.checkpoint.quarantine import GUARD
-from ray_ckpt.policy.failures import Seen
+from ray_ckpt.policy.belief import Seen
 from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.rollback import Course
 

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
+from ray_ckpt.policy.belief import FailureBelief
 from ray_ckpt.policy.decision import Decision, Measured, decide, oversteps
-from ray_ckpt.policy.failures import FailureBelief, FailureModel
+from ray_ckpt.policy.failures import FailureModel
 from ray_ckpt.policy.slowdown import UploadCompany
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.records import TrackerOptions

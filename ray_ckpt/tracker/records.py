@@ -8,8 +8,8 @@ from typing import Any
 
 from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import Manifest
+from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
 from ray_ckpt.policy.decision import IntervalLimits
-from ray_ckpt.policy.failures import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
 from ray_ckpt.tiers.rules import Rules

@@ -14,7 +14,7 @@ from ray_ckpt.config import Config, PolicyConfig
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.facts import check_run, tracker_options
 from ray_ckpt.options import run_main
-from ray_ckpt.policy.failures import ScalePrior
+from ray_ckpt.policy.belief import ScalePrior
 from ray_ckpt.tracker.core import RunFacts, TrackerCore
 
 

@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ckpt.policy.failures import (
+from ray_ckpt.policy.belief import (
     FAILURES_PER_1000_WORKER_DAYS,
-    OTHER_SHARE,
-    PRIOR_SHARES,
     FailureBelief,
-    FailureModel,
     ScalePrior,
     Seen,
 )
+from ray_ckpt.policy.failures import OTHER_SHARE, PRIOR_SHARES, FailureModel
 from ray_ckpt.policy.gamma import gamma_cdf, gamma_quantile
 from ray_ckpt.policy.restart import restart_at
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ray_ckpt import policy
 from ray_ckpt.policy.audit import audit
+from ray_ckpt.policy.belief import FailureBelief
 from ray_ckpt.policy.decision import Decision, IntervalLimits, Measured, decide, steps_to_next
-from ray_ckpt.policy.failures import FailureBelief
 from ray_ckpt.policy.interval import exact, overhead
 from ray_ckpt.policy.slowdown import UploadCompany, slowdown
 from ray_ckpt.tracker.memory import RunMemory

@@ -20,6 +20,7 @@ from ray_ckpt.data.catalog import DataSource, parse_sources
 from ray_ckpt.data.plan import check_batch
 from ray_ckpt.data.reader import OnCorrupt
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.tiers.retention import Mode
 from ray_ckpt.tiers.rules import Rules
@@ -71,9 +72,11 @@ class PolicyConfig:
     first_save_steps: int = 10
     """Steps before the first save, while nothing is measured yet."""
     prior_mtbf_s: float = 86400.0
-    """Mean time between failures of the job, seconds, believed until failures are seen."""
+    """Mean time between failures that come with the job, whatever its size; seconds, believed until some are seen."""
+    prior_per_1000_worker_days: float = FAILURES_PER_1000_WORKER_DAYS
+    """Failures that come with the workers, in 1,000 days of one; believed until some are seen."""
     prior_weight: float = 1.0
-    """How many seen failures that belief is worth."""
+    """How many seen failures each of the two beliefs is worth."""
 
     def __post_init__(self) -> None:
         try:
@@ -82,6 +85,14 @@ class PolicyConfig:
             raise ConfigError(str(error)) from error
         for name in ("prior_mtbf_s", "prior_weight"):
             _more_than_0(f"--policy.{_flag(name)}", getattr(self, name))
+        try:
+            ScalePrior(
+                job_mtbf_s=self.prior_mtbf_s,
+                per_1000_worker_days=self.prior_per_1000_worker_days,
+                weight=self.prior_weight,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def limits(self) -> IntervalLimits:
         """The bounds of the interval."""

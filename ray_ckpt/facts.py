@@ -133,6 +133,7 @@ def tracker_options(config: Config) -> TrackerOptions:
     return TrackerOptions(
         limits=config.policy.limits(),
         prior_mtbf_s=config.policy.prior_mtbf_s,
+        prior_per_1000_worker_days=config.policy.prior_per_1000_worker_days,
         prior_weight=config.policy.prior_weight,
         max_fruitless=config.elastic.max_fruitless_attempts,
         retention=config.retention.rules(),

@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from ray_ckpt.policy.failures import FailureBelief
-from ray_ckpt.policy.interval import young
+from ray_ckpt.policy.belief import FailureBelief
+from ray_ckpt.policy.limits import ROUNDING, IntervalLimits
+from ray_ckpt.policy.tiers import TierCost, plan_intervals
+from ray_ckpt.policy.words import percent, seconds
 
-# A quotient that should be whole may miss it by the last bit.
-_ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IntervalLimits:
-    """What a decision may not overstep.
-
-    Attributes:
-        fixed_steps: save every so many steps and compute nothing, whatever the limits; 0 computes.
-        min_s: least time between saves, seconds.
-        max_s: most time between saves, seconds.
-        first_steps: steps before the first save, while nothing is measured.
-    """
-
-    fixed_steps: int = 0
-    min_s: float = 1.0
-    max_s: float = 3600.0
-    first_steps: int = 10
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_s <= self.max_s < math.inf:
-            raise ValueError(
-                f"need 0 < policy.min-interval-s <= policy.max-interval-s, both finite, got {self.min_s} "
-                f"and {self.max_s}"
-            )
-        if self.fixed_steps < 0 or self.first_steps < 1:
-            raise ValueError(
-                "policy.interval-steps must be 0 (computed) or more, policy.first-save-steps at least 1"
-            )
+__all__ = ["Decision", "IntervalLimits", "Measured", "decide", "oversteps", "steps_to_next"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +21,14 @@ class Measured:
         stall_s: time training stands still for one save, seconds.
         upload_s: time from the end of the stall to the commit, seconds.
         world_size: workers now.
+        slowdown: share of the time of an upload that training loses, 0 to 1.
     """
 
     step_s: float | None
     stall_s: float | None
     upload_s: float | None
     world_size: int
+    slowdown: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +38,7 @@ class Decision:
     Attributes:
         every_steps: steps between saves, at least 1.
         interval_s: the same in seconds; None when no step was measured yet.
-        formula: "fixed", "first" or "young".
+        formula: "fixed", "first" or "exact".
         reason: the sentence that log, dashboard and command line show.
     """
 
@@ -74,13 +48,23 @@ class Decision:
     reason: str
 
 
-def decide(measured: Measured, belief: FailureBelief, limits: IntervalLimits) -> Decision:
-    """Computes the number of steps between saves from what was measured."""
+def decide(
+    measured: Measured, belief: FailureBelief, limits: IntervalLimits, held: Decision | None = None
+) -> Decision:
+    """Computes the number of steps between saves from what was measured.
+
+    Args:
+        measured: by the run.
+        belief: about failures at its present number of workers.
+        limits: of the decision.
+        held: what is done now. Its number of steps stays while it keeps the limits and another one would win
+            less than 2 % of the waste.
+    """
     if limits.fixed_steps:
-        seconds = None if measured.step_s is None else limits.fixed_steps * measured.step_s
+        fixed_s = None if measured.step_s is None else limits.fixed_steps * measured.step_s
         return Decision(
             every_steps=limits.fixed_steps,
-            interval_s=seconds,
+            interval_s=fixed_s,
             formula="fixed",
             reason=f"fixed: every {limits.fixed_steps} steps, as policy.interval-steps says",
         )
@@ -93,7 +77,7 @@ def decide(measured: Measured, belief: FailureBelief, limits: IntervalLimits) ->
         )
     if measured.stall_s is None:
         return _first_decision(measured.step_s, limits)
-    return _young_decision(measured, measured.step_s, measured.stall_s, belief, limits)
+    return _exact_decision(measured, measured.step_s, measured.stall_s, belief, limits, held)
 
 
 def steps_to_next(every_steps: int, failed_in_a_row: int) -> int:
@@ -109,8 +93,8 @@ def oversteps(decision: Decision, step_s: float, limits: IntervalLimits) -> bool
 
     A fixed number of steps has no limits in seconds.
     """
-    seconds = decision.every_steps * step_s
-    inside = limits.min_s * (1 - _ROUNDING) <= seconds <= limits.max_s * (1 + _ROUNDING)
+    interval_s = decision.every_steps * step_s
+    inside = limits.min_s * (1 - ROUNDING) <= interval_s <= limits.max_s * (1 + ROUNDING)
     return decision.formula != "fixed" and not inside
 
 
@@ -120,8 +104,9 @@ def _first_decision(step_s: float, limits: IntervalLimits) -> Decision:
     note = ""
     if wanted != early:
         limit = "policy.min-interval-s" if early < limits.min_s else "policy.max-interval-s"
-        note = f", {limit} = {_seconds(wanted)}"
-    steps = _whole_steps(wanted, max(step_s, 1e-9), limits.min_s, limits.max_s)
+        note = f", {limit} = {seconds(wanted)}"
+    least, most = limits.steps(step_s)
+    steps = min(max(round(wanted / max(step_s, 1e-9)), least), most)
     return Decision(
         every_steps=steps,
         interval_s=steps * step_s,
@@ -130,51 +115,57 @@ def _first_decision(step_s: float, limits: IntervalLimits) -> Decision:
     )
 
 
-def _young_decision(
+def _exact_decision(
     measured: Measured,
     step_s: float,
     stall_s: float,
     belief: FailureBelief,
     limits: IntervalLimits,
+    held: Decision | None,
 ) -> Decision:
-    optimum = young(stall_s, belief.mtbf_s)
     upload_s = measured.upload_s or 0.0
-    notes = []
-    # A save that starts before the last one is durable would only wait for it.
-    floor = max(limits.min_s, upload_s)
+    tier = TierCost(
+        name="durable",
+        stall_s=stall_s,
+        upload_s=upload_s,
+        slowdown=measured.slowdown,
+        failures_per_s=1 / belief.mtbf_s,
+    )
+    before = (held.every_steps,) if held is not None and held.formula == "exact" else ()
+    steps = plan_intervals([tier], step_s, limits, held=before).every_steps[0]
+    kept = before == (steps,) and plan_intervals([tier], step_s, limits).every_steps != before
+    interval_s = steps * step_s
+    slower = ""
+    if measured.slowdown and upload_s:
+        slower = f" slowing steps by {percent(measured.slowdown)}"
+    workers = f"{measured.world_size} worker{'s' if measured.world_size > 1 else ''}"
+    optimum = f"{seconds(tier.optimum_s())}{_limit_note(tier, limits, kept)}"
+    costs = (
+        f"saving costs {percent(tier.saving(interval_s))}" if interval_s else "steps take no time"
+    )
+    reason = (
+        f"exact: stall C {seconds(stall_s)}, MTBF M {seconds(belief.mtbf_s)} at {workers} "
+        f"({belief.describe()}), upload U {seconds(upload_s)}{slower} -> {optimum} = {steps} steps of "
+        f"{seconds(step_s)}; {costs}, rework {percent(tier.rework(interval_s))}"
+    )
+    return Decision(every_steps=steps, interval_s=interval_s, formula="exact", reason=reason)
+
+
+def _limit_note(tier: TierCost, limits: IntervalLimits, kept: bool) -> str:
+    """Why the interval is not the optimum, in brackets; empty when it is."""
+    optimum, floor = tier.optimum_s(), max(limits.min_s, tier.upload_s)
     wanted = min(max(optimum, floor), limits.max_s)
-    if optimum > limits.max_s:
-        notes.append(f"cut to {_seconds(wanted)}, policy.max-interval-s")
+    note = ""
+    if kept:
+        note = "less than 2 % better than now, so kept"
+    elif optimum > limits.max_s:
+        note = f"cut to {seconds(wanted)}, policy.max-interval-s"
     elif floor > limits.max_s:
-        notes.append(
-            f"held at {_seconds(wanted)} by policy.max-interval-s, though an upload takes {_seconds(upload_s)}"
+        note = (
+            f"held at {seconds(wanted)} by policy.max-interval-s, though an upload takes "
+            f"{seconds(tier.upload_s)}"
         )
     elif optimum < floor:
-        why = "upload time" if upload_s > limits.min_s else "policy.min-interval-s"
-        notes.append(f"raised to {_seconds(wanted)}, the {why}")
-    steps = _whole_steps(wanted, max(step_s, 1e-9), floor, limits.max_s)
-    note = f" ({'; '.join(notes)})" if notes else ""
-    reason = (
-        f"young: stall C {_seconds(stall_s)}, MTBF M {_seconds(belief.mtbf_s)} at "
-        f"{measured.world_size} worker{'s' if measured.world_size > 1 else ''} ({belief.describe()}): "
-        f"sqrt(2 C M) = {_seconds(optimum)}{note} = {steps} steps of {_seconds(step_s)}"
-    )
-    return Decision(every_steps=steps, interval_s=steps * step_s, formula="young", reason=reason)
-
-
-def _whole_steps(wanted_s: float, step_s: float, least_s: float, most_s: float) -> int:
-    """The number of steps nearest to a time, inside the limits where some number is; at least 1."""
-    least = math.ceil(least_s / step_s * (1 - _ROUNDING))
-    most = math.floor(most_s / step_s * (1 + _ROUNDING))
-    return max(1, min(max(round(wanted_s / step_s), least), most))
-
-
-def _seconds(value: float) -> str:
-    """Seconds for a sentence: three figures and the unit that reads best."""
-    if value >= 7200:
-        return f"{value / 3600:.3g} h"
-    if value >= 600:
-        return f"{value / 60:.3g} min"
-    if value >= 1 or value == 0 or not math.isfinite(value):
-        return f"{value:.3g} s"
-    return f"{value * 1000:.3g} ms"
+        why = "upload time" if tier.upload_s > limits.min_s else "policy.min-interval-s"
+        note = f"raised to {seconds(wanted)}, the {why}"
+    return f" ({note})" if note else ""

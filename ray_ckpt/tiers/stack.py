@@ -138,3 +138,23 @@ def run_key(run_dir: Path) -> str:
     """A name for a run that no other run has, whatever they are called."""
     digest = xxhash.xxh3_64_hexdigest(str(run_dir).encode())
     return f"{run_dir.name}-{digest[:12]}"
+
+
+def tier_rates(rates: Mapping[str, float], stack: Stack) -> dict[str, float]:
+    """How often each tier is needed: a failure needs the fastest one that outlives it.
+
+    Args:
+        rates: kind of failure to how often it comes, per second. Kinds that are not known here may need the durable
+            tier.
+        stack: the tiers.
+    """
+    first = stack.use[0]
+    outlived: dict[str, str] = dict.fromkeys(("worker_error", "hang", "nonfinite"), first)
+    if first == "memory" and stack.replicas:
+        outlived["node_loss"] = first
+    if "local" in stack.use:
+        outlived["lost"] = "local"  # the job and its cluster; a reboot leaves the disks
+    needs = dict.fromkeys(stack.use, 0.0)
+    for kind, rate in rates.items():
+        needs[outlived.get(kind, "durable")] += rate  # type: ignore[index]
+    return {str(name): rate for name, rate in needs.items()}

@@ -86,6 +86,7 @@ class TrackerActor(TrackerCore):
         return committed
 
     def _on_durable(self, name: str) -> None:
+        super()._on_durable(name)
         self._look_at(name)
 
     def _look_at(self, name: str) -> None:

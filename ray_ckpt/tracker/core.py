@@ -167,7 +167,7 @@ class TrackerCore:
         def make_desk(places: OnNodes) -> TierDesk:
             hooks = Hooks(
                 record=self._record,
-                every_steps=lambda tier: self._pace.tier_every(tier, self.memory),
+                every_steps=self._pace.tier_every,
                 last_step=self.memory.tier_steps.get,
                 is_durable=places.is_durable,
                 seal=self._house.seal,
@@ -471,6 +471,7 @@ class TrackerCore:
             param_norm=manifest.guard.get("param_norm"),
             guard_s=manifest.guard.get("seconds"),
         )
+        self._pace.saved(self._last_step - step, float(save["upload_s"]))
         self._decide()
         self._places.committed(name)
         return True
@@ -485,6 +486,7 @@ class TrackerCore:
 
     def _on_durable(self, name: str) -> None:
         """A checkpoint got to the durable tier by a copy."""
+        self._decide()
 
     def _manifest(self, generation: int, save: Mapping[str, Any]) -> Manifest:
         self._sanity.check(save["guard"])
@@ -597,6 +599,7 @@ class TrackerCore:
             "finished_step": memory.finished_step,
             "mtbf_s": self._pace.belief(memory).mtbf_s,
             "decision": asdict(self._pace.decision),
+            "tiers": {name: memory.tier_steps.get(name) for name in self._options.stack.use},
         }
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -700,6 +703,10 @@ class TrackerCore:
         decision = self._pace.decide(self.memory)
         if decision is not None and self.memory.generation:
             self._record("decision", **asdict(decision))
+        plan = self._pace.decide_tiers(self.memory)
+        if plan is not None and self.memory.generation:
+            every = dict(zip(self._options.stack.use, plan.every_steps, strict=True))
+            self._record("tier_decision", every_steps=every, reasons=list(plan.reasons))
 
     def _directive(self) -> Directive:
         decision = self._pace.decision

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, Final
 
 from ray_ckpt.checkpoint.quarantine import GUARD
+from ray_ckpt.policy.belief import Seen
 from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.rollback import Course
 
@@ -38,6 +39,8 @@ class RunMemory:
         interruptions: how many, by kind.
         lost_steps: steps executed and lost, over all interruptions.
         exposure_s: training time over which failures were counted, seconds.
+        exposure_by_size: the same by number of workers, up to the last event that told it.
+        failures_by_size: number of workers to unplanned interruptions by kind.
         commits: how many checkpoints were committed.
         last_commit_step: step of the newest commit, None before the first.
         last_commit_name: folder of the newest commit, empty before the first.
@@ -83,6 +86,8 @@ class RunMemory:
     interruptions: Counter[str] = field(default_factory=Counter)
     lost_steps: int = 0
     exposure_s: float = 0.0
+    exposure_by_size: dict[int, float] = field(default_factory=dict)
+    failures_by_size: dict[int, Counter[str]] = field(default_factory=dict)
     commits: int = 0
     last_commit_step: int | None = None
     last_commit_name: str = ""
@@ -139,6 +144,21 @@ class RunMemory:
         """Median of the last uploads, seconds."""
         return median(self.uploads_s) if self.uploads_s else None
 
+    def seen(self) -> list[Seen]:
+        """Exposure and failures at each number of workers, up to now."""
+        exposure_s = dict(self.exposure_by_size)
+        untold_s = self.exposure_s - sum(exposure_s.values())
+        size = max(1, self.world_size)
+        exposure_s[size] = exposure_s.get(size, 0.0) + max(0.0, untold_s)
+        return [
+            Seen(
+                world_size=size,
+                exposure_s=exposure_s.get(size, 0.0),
+                failures=dict(self.failures_by_size.get(size, {})),
+            )
+            for size in sorted({*exposure_s, *self.failures_by_size})
+        ]
+
     def apply(self, event: dict[str, Any]) -> None:
         """Takes one event of the journal."""
         if event.get("event") == "tracker_started":
@@ -185,7 +205,9 @@ class RunMemory:
         self.interruptions[kind] += 1
         self.lost_steps += lost
         self.kept_step = step - lost
-        self.exposure_s = float(event["exposure_s"])
+        self._expose(event)
+        if kind not in PLANNED:
+            self.failures_by_size.setdefault(max(1, self.world_size), Counter())[kind] += 1
         self.best_step = max(self.best_step, step)
         self.last_group = str(event.get("group", ""))
         self.last_end = f"at step {step}: {event.get('cause')}"
@@ -203,7 +225,7 @@ class RunMemory:
         self.last_commit_time = float(event["time"])
         self.stalls_s.append(float(event["stall_s"]))
         self.uploads_s.append(float(event["upload_s"]))
-        self.exposure_s = float(event["exposure_s"])
+        self._expose(event)
         self.committed.add(self.last_commit_name)
         self.first_of_segment = self.first_of_segment or self.last_commit_name
         self._take_norm(event)
@@ -262,7 +284,16 @@ class RunMemory:
         self.attempt_open = False
         self.fruitless = 0
         self.finished_step = self.kept_step = int(event["step"])
-        self.exposure_s = float(event["exposure_s"])
+        self._expose(event)
+
+    def _expose(self, event: dict[str, Any]) -> None:
+        """Credits what was exposed since the last event to the size of the newest attempt."""
+        self.exposure_s = float(event.get("exposure_s", self.exposure_s))
+        size = max(1, self.world_size)
+        told_s = sum(self.exposure_by_size.values())
+        if self.exposure_s > told_s:
+            before_s = self.exposure_by_size.get(size, 0.0)
+            self.exposure_by_size[size] = before_s + self.exposure_s - told_s
 
     def _on_delete(self, event: dict[str, Any]) -> None:
         tier, name = str(event.get("tier", DURABLE)), str(event["name"])

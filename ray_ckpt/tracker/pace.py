@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import median
 
+from ray_ckpt.policy.belief import FailureBelief
 from ray_ckpt.policy.decision import Decision, Measured, decide, oversteps
-from ray_ckpt.policy.failures import FailureBelief
-from ray_ckpt.policy.interval import young
+from ray_ckpt.policy.failures import FailureModel
+from ray_ckpt.policy.slowdown import UploadCompany
+from ray_ckpt.policy.tiers import IntervalPlan, TierCost, plan_intervals
+from ray_ckpt.tiers.stack import tier_rates
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.records import TrackerOptions
 
@@ -16,6 +20,8 @@ from ray_ckpt.tracker.records import TrackerOptions
 RECENT_STEPS = 50
 # The first step of an attempt waits for the data to start; alone it would mislead.
 _FEW_STEPS = 3
+# A slow tier may be needed so rarely that the formulas would leave it alone for days; no team would.
+SLOW_TIER_MAX_S = 6 * 3600.0
 # A decision is written down when it moves by more than this share.
 _WORTH_TELLING = 0.02
 
@@ -35,6 +41,8 @@ class Pace:
         self._options = options
         self._times_s = deque(step_times_s, maxlen=RECENT_STEPS)
         self._before_s: float | None = None
+        self._company = UploadCompany()
+        self.tiers: IntervalPlan | None = None
         self.decision = self._decision(memory)
         # A run that has begun was told another decision, by the tracker before this one.
         self._told = None if memory.generation else self.decision
@@ -55,6 +63,7 @@ class Pace:
         """The times so far are those of the attempt before."""
         self._before_s = self.step_time_s
         self._times_s.clear()
+        self._company.begin_attempt()
 
     def steps(self, times_s: Iterable[float]) -> bool:
         """Takes the times of steps, seconds; True when it is time to decide again.
@@ -63,14 +72,25 @@ class Pace:
         decision breaks a limit: a save may be a long way off.
         """
         knew = self._few_are_known()
+        times_s = list(times_s)
         self._times_s.extend(times_s)
+        self._company.steps(times_s)
         if not self._few_are_known():
             return False
         return not knew or oversteps(self.decision, median(self._times_s), self._options.limits)
 
+    def saved(self, steps_since: int, upload_s: float) -> None:
+        """Takes the end of a save.
+
+        Args:
+            steps_since: steps told since the one that was saved.
+            upload_s: of that save, seconds.
+        """
+        self._company.saved(steps_since, upload_s)
+
     def decide(self, memory: RunMemory) -> Decision | None:
         """Decides again; returns the decision when it differs from the last one that was returned."""
-        new, old = self._decision(memory), self._told
+        new, old = self._decision(memory, self.decision), self._told
         self.decision = new
         if (
             old is not None
@@ -81,37 +101,61 @@ class Pace:
         self._told = new
         return new
 
-    def tier_every(self, tier: str, memory: RunMemory) -> int:
-        """Steps between copies to a slower tier.
-
-        A copy takes nothing from training but bandwidth, so what it costs is its time, and what it saves is the work
-        since the last one when the faster tiers are lost: Young's formula with the one as the stall. Not more often
-        than the copies themselves take, nor than there are saves.
-        """
+    def tier_every(self, tier: str) -> int:
+        """Steps between copies to a slower tier; until one was measured, as many as between saves."""
         if fixed := self._options.tier_steps.get(tier):
             return fixed
-        step_s, times_s = self.step_time_s, memory.transfers_s.get(tier)
-        if not step_s or not times_s:
+        if self.tiers is None:
             return self.decision.every_steps
-        copy_s = median(times_s)
-        wanted_s = max(young(copy_s, self.belief(memory).mtbf_s), copy_s)
-        limited_s = min(wanted_s, self._options.limits.max_s)
-        return max(self.decision.every_steps, round(limited_s / step_s))
+        return self.tiers.every_steps[self._options.stack.use.index(tier)]
+
+    def decide_tiers(self, memory: RunMemory) -> IntervalPlan | None:
+        """Decides again how often copies go to slower tiers; returns the plan when it differs from the one before."""
+        slower = self._options.stack.use[1:]
+        measured = all(name in memory.transfers_s for name in slower)
+        if not slower or not measured or not self.step_time_s:
+            return None
+        old, self.tiers = self.tiers, self._tier_plan(memory, self.step_time_s)
+        return None if old is not None and old.every_steps == self.tiers.every_steps else self.tiers
+
+    def _tier_plan(self, memory: RunMemory, step_s: float) -> IntervalPlan:
+        """The intervals of all tiers together."""
+        stack, limits = self._options.stack, self._options.limits
+        model = FailureModel(self._options.prior(), memory.seen())
+        needs = tier_rates(model.rates(max(1, memory.world_size)), stack)
+        slowdown = self._company.slowdown
+        first = TierCost(
+            name=stack.use[0],
+            stall_s=memory.stall_s or 0.0,
+            upload_s=memory.upload_s or 0.0,
+            slowdown=slowdown,
+            failures_per_s=needs[stack.use[0]],
+        )
+        slower = [
+            TierCost(
+                name=name,
+                stall_s=0.0,
+                upload_s=median(memory.transfers_s[name]),
+                slowdown=slowdown,
+                failures_per_s=needs[name],
+            )
+            for name in stack.use[1:]
+        ]
+        long = replace(limits, fixed_steps=0, max_s=max(limits.max_s, SLOW_TIER_MAX_S))
+        held = self.tiers.every_steps if self.tiers is not None else ()
+        return plan_intervals([first, *slower], step_s, [limits, *[long] * len(slower)], held)
 
     def belief(self, memory: RunMemory) -> FailureBelief:
-        """How often the job fails."""
-        return FailureBelief(
-            prior_mtbf_s=self._options.prior_mtbf_s,
-            prior_weight=self._options.prior_weight,
-            failures=memory.failures,
-            exposure_s=memory.exposure_s,
-        )
+        """How often the job fails at the present number of workers."""
+        model = FailureModel(self._options.prior(), memory.seen())
+        return model.at(max(1, memory.world_size))
 
-    def _decision(self, memory: RunMemory) -> Decision:
+    def _decision(self, memory: RunMemory, held: Decision | None = None) -> Decision:
         measured = Measured(
             step_s=self.step_time_s,
             stall_s=memory.stall_s,
             upload_s=memory.upload_s,
             world_size=max(1, memory.world_size),
+            slowdown=self._company.slowdown,
         )
-        return decide(measured, self.belief(memory), self._options.limits)
+        return decide(measured, self.belief(memory), self._options.limits, held)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import Manifest
+from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
@@ -47,8 +48,9 @@ class TrackerOptions:
 
     Attributes:
         limits: bounds of the interval.
-        prior_mtbf_s: mean time between failures before any was seen, seconds.
-        prior_weight: failures that the prior is worth.
+        prior_mtbf_s: mean time between failures that come with the job, before any was seen, seconds.
+        prior_per_1000_worker_days: failures that come with the workers, before any was seen.
+        prior_weight: failures that each of the two is worth.
         max_fruitless: attempts in a row without a new step before the run is stopped.
         retention: which checkpoints are kept; by default all.
         guard: what may be committed, and what to do when the run is no longer finite.
@@ -58,12 +60,21 @@ class TrackerOptions:
 
     limits: IntervalLimits
     prior_mtbf_s: float
+    prior_per_1000_worker_days: float = FAILURES_PER_1000_WORKER_DAYS
     prior_weight: float = 1.0
     max_fruitless: int = 3
     retention: Rules = field(default_factory=Rules)
     guard: GuardRule = field(default_factory=GuardRule)
     stack: Stack = field(default_factory=Stack)
     tier_steps: Mapping[str, int] = field(default_factory=dict)
+
+    def prior(self) -> ScalePrior:
+        """How often the job fails, before any failure was seen."""
+        return ScalePrior(
+            job_mtbf_s=self.prior_mtbf_s,
+            per_1000_worker_days=self.prior_per_1000_worker_days,
+            weight=self.prior_weight,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,10 @@ def _decision(e: dict[str, Any]) -> str:
     return f"save every {_steps(e['every_steps'])}: {e['reason']}"
 
 
+def _tier_decision(e: dict[str, Any]) -> str:
+    return f"copies to slower tiers: {'; '.join(e['reasons'][1:])}"
+
+
 def _commit(e: dict[str, Any]) -> str:
     tier = e.get("tier", "durable")
     where = "" if tier == "durable" else f" in {tier}"
@@ -154,6 +158,7 @@ _TELLERS = {
     "attempt_started": _attempt,
     "restored": _restored,
     "decision": _decision,
+    "tier_decision": _tier_decision,
     "commit": _commit,
     "replicated": _replicated,
     "promote": _promote,

@@ -42,15 +42,15 @@ def test_a_longer_stall_makes_a_longer_interval_and_the_reason_has_the_numbers(
     config = make_config(tmp_path, steps=400, policy=policy)
     run_world(train, 2, config, None, False, _SlowStaging(120, 0.4))
     decisions = events(config, "decision")
-    young = [d for d in decisions if d["formula"] == "young"]
-    stalls = [float(re.search(r"stall C ([0-9.e+-]+) (ms|s)", d["reason"])[1]) for d in young]  # type: ignore[index]
-    units = [1e-3 if "ms, MTBF" in d["reason"] else 1.0 for d in young]
+    exact = [d for d in decisions if d["formula"] == "exact"]
+    stalls = [float(re.search(r"stall C ([0-9.e+-]+) (ms|s)", d["reason"])[1]) for d in exact]  # type: ignore[index]
+    units = [1e-3 if "ms, MTBF" in d["reason"] else 1.0 for d in exact]
     seconds = [stall * unit for stall, unit in zip(stalls, units, strict=True)]
     assert max(seconds) > 0.4, "the slow staging was not measured"
-    before = min(d["interval_s"] for d, s in zip(young, seconds, strict=True) if s < 0.2)
-    after = max(d["interval_s"] for d, s in zip(young, seconds, strict=True) if s > 0.4)
+    before = min(d["interval_s"] for d, s in zip(exact, seconds, strict=True) if s < 0.2)
+    after = max(d["interval_s"] for d, s in zip(exact, seconds, strict=True) if s > 0.4)
     assert after > 2 * before
     commits = [event["step"] for event in events(config, "commit")]
     gaps = [b - a for a, b in pairwise(commits)]
     assert max(gaps) > 2 * min(gaps)
-    assert all("sqrt(2 C M)" in d["reason"] and "2 workers" in d["reason"] for d in young)
+    assert all("MTBF M" in d["reason"] and "at 2 workers" in d["reason"] for d in exact)

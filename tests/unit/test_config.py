@@ -64,6 +64,12 @@ WRONG: list[tuple[type, dict[str, Any], list[str]]] = [
     (PolicyConfig, {"min_interval_s": math.nan}, ["policy.min-interval-s", "nan"]),
     (PolicyConfig, {"prior_mtbf_s": 0}, ["--policy.prior-mtbf-s", "more than 0"]),
     (PolicyConfig, {"prior_weight": -1}, ["--policy.prior-weight", "more than 0"]),
+    (
+        PolicyConfig,
+        {"prior_per_1000_worker_days": -1},
+        ["policy.prior-per-1000-worker-days", "0 or more"],
+    ),
+    (PolicyConfig, {"prior_per_1000_worker_days": math.nan}, ["policy.prior-per-1000-worker-days"]),
     (SavingConfig, {"timeout_s": 0}, ["--saving.timeout-s", "more than 0 s"]),
     (SavingConfig, {"final_tries": 0}, ["--saving.final-tries 0", "at least 1"]),
     (ElasticConfig, {"cpus_per_worker": 0}, ["--elastic.cpus-per-worker", "more than 0"]),

@@ -10,10 +10,11 @@ from test_catalog import config_of, make_data
 
 from ray_ckpt import trainer
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, QUARANTINE_NAME
-from ray_ckpt.config import Config
+from ray_ckpt.config import Config, PolicyConfig
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.facts import check_run, tracker_options
 from ray_ckpt.options import run_main
+from ray_ckpt.policy.belief import ScalePrior
 from ray_ckpt.tracker.core import RunFacts, TrackerCore
 
 
@@ -86,3 +87,10 @@ def test_a_new_run_and_one_that_never_saved_are_not_refused(tmp_path):
     facts = check_run(config, {})
     TrackerCore(facts, tracker_options(config)).begin_attempt(1, [])
     assert check_run(config, {}) == facts
+
+
+def test_the_priors_of_the_options_are_those_of_the_tracker():
+    policy = PolicyConfig(prior_mtbf_s=7200, prior_per_1000_worker_days=3.5, prior_weight=2)
+    assert tracker_options(Config(policy=policy)).prior() == ScalePrior(
+        job_mtbf_s=7200, per_1000_worker_days=3.5, weight=2
+    )

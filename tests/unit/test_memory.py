@@ -189,3 +189,55 @@ def test_a_commit_ends_a_row_of_failed_saves():
     failed = {"event": "save_failed", "step": 1, "name": "x", "error": "y"}
     memory = fold([failed, failed, committed(2), failed])
     assert (memory.failed_saves, memory.failed_in_a_row) == (3, 1)
+
+
+# ---- exposure by size -----------------------------------------------------------------------------
+
+
+def told(memory: RunMemory) -> dict[int, tuple[float, dict[str, int]]]:
+    return {s.world_size: (s.exposure_s, dict(s.failures)) for s in memory.seen()}
+
+
+def test_exposure_and_failures_belong_to_the_size_that_had_them():
+    memory = fold(
+        [
+            started(1, 512),
+            committed(10) | {"exposure_s": 100.0},
+            interrupted(15, "node_loss") | {"exposure_s": 150.0},
+            started(2, 64),
+            committed(20) | {"exposure_s": 180.0},
+            interrupted(30, "resize") | {"exposure_s": 250.0},
+            started(3, 512),
+            interrupted(35, "worker_error") | {"exposure_s": 260.0},
+        ]
+    )
+    assert told(memory) == {
+        64: (100.0, {}),
+        512: (160.0, {"node_loss": 1, "worker_error": 1}),
+    }
+
+
+def test_exposure_since_the_last_event_belongs_to_the_present_size():
+    memory = fold([started(1, 8), committed(10) | {"exposure_s": 100.0}, started(2, 4)])
+    memory.exposure_s += 30.0  # steps that the living tracker was told of
+    assert told(memory) == {4: (30.0, {}), 8: (100.0, {})}
+    memory.apply(committed(12) | {"exposure_s": 130.0})
+    assert told(memory) == {4: (30.0, {}), 8: (100.0, {})}
+
+
+@settings(max_examples=40, deadline=None)
+@given(events)
+def test_sizes_share_out_all_failures_and_all_exposure(lines):
+    memory = fold(lines)
+    assert sum(sum(s.failures.values()) for s in memory.seen()) == memory.failures
+    most = max((line["exposure_s"] for line in lines if "exposure_s" in line), default=0.0)
+    assert sum(s.exposure_s for s in memory.seen()) == pytest.approx(most)
+
+
+def test_a_journal_without_exposure_can_still_be_read():
+    lines = [started(1, 8), committed(5), interrupted(9), {"event": "finished", "step": 9}]
+    for line in lines:
+        line.pop("exposure_s", None)
+    memory = fold(lines)
+    assert told(memory) == {8: (0.0, {"worker_error": 1})}
+    assert (memory.exposure_s, memory.finished_step) == (0.0, 9)

@@ -1,17 +1,23 @@
-"""When to save: the published formulas, inside limits, explained by their numbers."""
+"""When to save: the exact optimum, inside limits, held while it is good enough, explained by its numbers."""
 
 from __future__ import annotations
 
+import ast
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_ckpt import policy
+from ray_ckpt.policy.audit import audit
+from ray_ckpt.policy.belief import FailureBelief
 from ray_ckpt.policy.decision import Decision, IntervalLimits, Measured, decide, steps_to_next
-from ray_ckpt.policy.failures import FailureBelief
-from ray_ckpt.policy.interval import waste, young
+from ray_ckpt.policy.interval import exact, overhead
+from ray_ckpt.policy.slowdown import UploadCompany, slowdown
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.pace import Pace
 from ray_ckpt.tracker.records import TrackerOptions
@@ -25,109 +31,17 @@ def measured(**changes: Any) -> Measured:
     return Measured(**{**values, **changes})
 
 
+def believed(mtbf_s: float, failures: int = 0) -> FailureBelief:
+    return FailureBelief(mtbf_s=mtbf_s, low_s=mtbf_s / 2, high_s=2 * mtbf_s, failures=failures)
+
+
 def decision(
-    limits: IntervalLimits | None = None, mtbf_s: float = 3600, **changes: Any
+    limits: IntervalLimits | None = None,
+    mtbf_s: float = 3600,
+    held: Decision | None = None,
+    **changes: Any,
 ) -> Decision:
-    return decide(
-        measured(**changes), FailureBelief(prior_mtbf_s=mtbf_s), limits or IntervalLimits()
-    )
-
-
-# ---- formulas -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mtbf", "period"),
-    [(3_849_609, 68567), (962_402, 34584), (240_601, 17592), (60_150, 9096), (15_038, 4848)],
-)
-def test_young_gives_the_periods_of_aupy_2013_table_2(mtbf, period):
-    assert young(600, mtbf) + 600 == pytest.approx(period, abs=0.6)
-
-
-def test_young_gives_the_interval_of_llama_3():
-    mtbf = 54 * 24 * 60 / 419
-    assert mtbf == pytest.approx(185.6, abs=0.05)
-    assert young(60, mtbf * 60) / 60 == pytest.approx(19.3, abs=0.05)
-
-
-@settings(max_examples=100, deadline=None)
-@given(stalls, seconds, st.floats(0, 1e5), st.floats(1.001, 100))
-def test_waste_is_least_at_young(stall, mtbf, restart, factor):
-    best = young(stall, mtbf)
-    least = waste(best, stall, mtbf, restart)
-    for other in (best * factor, best / factor):
-        assert waste(other, stall, mtbf, restart) >= least * (1 - 1e-12)
-    # At the optimum, saving and rework cost the same: sqrt(2 C / M) together.
-    assert least - restart / mtbf == pytest.approx(math.sqrt(2 * stall / mtbf), rel=1e-6, abs=1e-12)
-
-
-@settings(max_examples=60, deadline=None)
-@given(stalls, seconds, st.floats(1.001, 1000))
-def test_a_longer_stall_or_rarer_failures_save_more_rarely(stall, mtbf, factor):
-    assert young(stall * factor, mtbf) > young(stall, mtbf)
-    assert young(stall, mtbf * factor) > young(stall, mtbf)
-    assert young(stall * 4, mtbf) == pytest.approx(2 * young(stall, mtbf))
-
-
-def test_limits_of_the_formulas():
-    assert young(0, 100) == 0
-    assert waste(10, 0, 100) == pytest.approx(0.05)
-    # Restart time is lost whatever the interval is.
-    assert waste(10, 1, 100, restart=20) - waste(10, 1, 100) == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(
-    ("stall", "mtbf"), [(-1, 10), (1, 0), (1, -5), (math.nan, 10), (1, math.nan)]
-)
-def test_impossible_times_are_refused(stall, mtbf):
-    for formula in (young, lambda c, m: waste(1, c, m)):
-        with pytest.raises(ValueError, match="stall >= 0 s and mtbf > 0 s"):
-            formula(stall, mtbf)
-    with pytest.raises(ValueError, match="interval must be more than 0 s"):
-        waste(0, 1, 10)
-
-
-# ---- failures -------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(seconds, st.floats(0.1, 100), st.integers(0, 1000), st.floats(0, 1e7))
-def test_a_failure_lowers_the_mtbf_and_quiet_time_raises_it(prior, weight, failures, exposure):
-    def belief(**more: Any) -> FailureBelief:
-        values = {"failures": failures, "exposure_s": exposure, **more}
-        return FailureBelief(prior_mtbf_s=prior, prior_weight=weight, **values)
-
-    now = belief().mtbf_s
-    assert belief(failures=failures + 1).mtbf_s < now
-    assert belief(exposure_s=exposure + prior).mtbf_s > now
-    assert now > 0
-
-
-def test_the_belief_starts_at_the_prior_and_ends_at_what_was_seen():
-    assert FailureBelief(prior_mtbf_s=1000, prior_weight=7).mtbf_s == 1000
-    seen = FailureBelief(prior_mtbf_s=1000, failures=10_000, exposure_s=10_000 * 50.0)
-    assert seen.mtbf_s == pytest.approx(50, rel=0.01)
-    # A prior worth n failures weighs as much as n failures that came at its rate.
-    assert FailureBelief(
-        prior_mtbf_s=1000, prior_weight=3, failures=3, exposure_s=600
-    ).mtbf_s == pytest.approx((3 * 1000 + 600) / 6)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"prior_mtbf_s": 0},
-        {"prior_mtbf_s": math.nan},
-        {"prior_weight": -1},
-        {"prior_weight": math.nan},
-        {"failures": -1},
-        {"exposure_s": -0.5},
-        {"exposure_s": math.nan},
-    ],
-)
-def test_an_impossible_belief_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"more than 0|not be negative"):
-        FailureBelief(**{"prior_mtbf_s": 10, **wrong})
+    return decide(measured(**changes), believed(mtbf_s), limits or IntervalLimits(), held)
 
 
 # ---- decisions ------------------------------------------------------------------------------------
@@ -135,19 +49,18 @@ def test_an_impossible_belief_is_refused(wrong):
 
 def test_the_reason_names_the_formula_and_its_numbers():
     found = decision(stall_s=60.0, step_s=11.56, mtbf_s=185.6 * 60, upload_s=5.0)
-    assert (found.formula, found.every_steps) == ("young", 100)
-    assert found.interval_s == pytest.approx(1156)
-    for word in ("young: stall C 60 s", "MTBF M 3.09 h", "4 workers", "prior, no failure yet"):
-        assert word in found.reason
-    for word in ("sqrt(2 C M) = 19.3 min", "100 steps of 11.6 s"):
-        assert word in found.reason
+    assert (found.formula, found.every_steps) == ("exact", 97)
+    assert found.interval_s == pytest.approx(97 * 11.56)
+    assert found.reason == (
+        "exact: stall C 60 s, MTBF M 3.09 h at 4 workers (prior, no failure yet, 90 %: 1.5 to 6.2 h), "
+        "upload U 5 s -> 18.6 min = 97 steps of 11.6 s; saving costs 5.4 %, rework 5.1 %"
+    )
     assert "1 worker " in decision(world_size=1).reason
 
 
 def test_the_reason_says_how_many_failures_were_seen():
     for failures, words in ((1, "1 failure seen"), (2, "2 failures seen")):
-        belief = FailureBelief(prior_mtbf_s=100, failures=failures, exposure_s=10)
-        assert words in decide(measured(), belief, IntervalLimits()).reason
+        assert words in decide(measured(), believed(100, failures), IntervalLimits()).reason
 
 
 @settings(max_examples=100, deadline=None)
@@ -169,10 +82,11 @@ def test_a_larger_stall_never_saves_more_often(step_s, stall, upload, mtbf, fact
         assert found.interval_s == pytest.approx(found.every_steps * step_s)
         # Never off by more than the rounding to whole steps, and that stays inside the limits.
         floor = max(least, upload)
-        wanted = min(max(young(stall_s, mtbf_s), floor), limits.max_s)
-        nearest = round(wanted / step_s) * step_s
-        off = 0.5000001 if floor <= nearest <= limits.max_s else 1.0000001
-        assert abs(found.interval_s - wanted) <= step_s * off or found.every_steps == 1
+        wanted = min(max(exact(stall_s, mtbf_s), floor), limits.max_s)
+        off = (
+            step_s * 1.0000001 + 2e-9 * wanted
+        )  # limits are kept but for the last bits of a quotient
+        assert abs(found.interval_s - wanted) <= off or found.every_steps == 1
         if math.ceil(floor / step_s) * step_s <= limits.max_s:
             assert floor * (1 - 1e-6) <= found.interval_s <= limits.max_s * (1 + 1e-6)
         return found.every_steps
@@ -184,7 +98,7 @@ def test_a_larger_stall_never_saves_more_often(step_s, stall, upload, mtbf, fact
 
 def test_the_interval_moves_when_the_stall_grows():
     small, large = decision(stall_s=0.5), decision(stall_s=8.0)
-    assert large.interval_s == pytest.approx(4 * small.interval_s, rel=0.02)
+    assert large.interval_s == pytest.approx(4 * small.interval_s, rel=0.05)
     assert "stall C 500 ms" in small.reason
     assert "stall C 8 s" in large.reason
 
@@ -204,7 +118,7 @@ def test_the_interval_moves_when_the_stall_grows():
     ],
 )
 def test_a_limit_that_was_hit_is_named(limits, changes, seconds, words):
-    found = decision(limits, **changes)  # young alone: 120 s
+    found = decision(limits, **changes)  # the optimum alone: 119 s
     assert found.interval_s == seconds
     assert words in found.reason
 
@@ -328,3 +242,149 @@ def test_the_first_save_of_a_very_small_model_waits_for_the_least_interval():
 def test_a_failed_save_is_tried_again_soon_and_then_more_and_more_rarely():
     assert [steps_to_next(20, n) for n in range(7)] == [20, 2, 4, 8, 16, 20, 20]
     assert [steps_to_next(1, n) for n in (0, 1, 5000)] == [1, 1, 1]
+
+
+# ---- holding on -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(stalls, st.floats(1.0, 1e6), st.floats(0.5, 2), st.floats(0.5, 2))
+def test_a_decision_changes_only_for_two_percent_of_the_waste(stall, share, longer, rarer):
+    mtbf = stall * share
+    limits = IntervalLimits(min_s=1e-3, max_s=1e7)
+    numbers = {"step_s": 1e-3, "upload_s": 0.0}
+    before = decision(limits, mtbf_s=mtbf, stall_s=stall, **numbers)
+    numbers["stall_s"] = stall * longer
+    free = decision(limits, mtbf_s=mtbf * rarer, **numbers)
+    after = decision(limits, mtbf_s=mtbf * rarer, held=before, **numbers)
+
+    def lost(found: Decision) -> float:
+        return overhead(found.every_steps * 1e-3, stall * longer, mtbf * rarer)
+
+    assert after.every_steps in (before.every_steps, free.every_steps)
+    if after.every_steps == before.every_steps:
+        assert lost(before) <= lost(free) / 0.98 + 1e-12
+        if free.every_steps != before.every_steps:
+            assert "less than 2 % better than now, so kept" in after.reason
+    else:
+        assert lost(before) - lost(free) >= 0.02 * lost(before) * (1 - 1e-9)
+        assert "kept" not in after.reason
+
+
+def test_noise_in_the_stall_does_not_move_the_interval_and_a_trend_does():
+    held, changes = decision(), 0
+    for stall_s in (2.1, 1.9, 2.2, 1.8, 2.05, 2.3):
+        found = decision(held=held, stall_s=stall_s)
+        changes += found.every_steps != held.every_steps
+        held = found
+    assert changes == 0
+    for stall_s in (2.5, 3, 4, 5, 6, 7, 8):
+        held = decision(held=held, stall_s=stall_s)
+    assert held.every_steps == pytest.approx(decision(stall_s=8).every_steps, rel=0.25)
+
+
+def test_what_breaks_a_limit_is_not_held():
+    held = decision()
+    assert decision(IntervalLimits(max_s=100), held=held).interval_s == 100
+    assert decision(held=held, upload_s=125.0).interval_s == 125
+    # Another kind of decision is none to hold on to.
+    first = decision(stall_s=None)
+    assert decision(held=first).every_steps == held.every_steps
+    assert decision(IntervalLimits(fixed_steps=9), held=held).every_steps == 9
+
+
+# ---- slower beside an upload ----------------------------------------------------------------------
+
+
+def test_steps_slowed_by_uploads_make_saving_dearer_and_rarer():
+    quick, slow = decision(upload_s=30.0), decision(upload_s=30.0, slowdown=0.2)
+    assert slow.interval_s == pytest.approx(2 * quick.interval_s, rel=0.05)  # 2 s become 2 + 6 s
+    assert "upload U 30 s slowing steps by 20 %" in slow.reason
+    assert "slowing" not in quick.reason
+
+
+def test_the_share_that_uploads_cost_is_measured_by_medians():
+    alone = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 30.0]
+    assert slowdown([1.25, 1.26, 1.24, 1.25, 9.0], alone) == pytest.approx(0.2, abs=0.01)
+    assert slowdown([1.01, 0.99, 1.02, 1.0, 1.01], alone) == 0  # within the noise
+    assert slowdown([0.5] * 9, alone) == 0  # an upload does not make steps quicker
+    assert slowdown([2.0] * 4, alone) is None
+    assert slowdown([2.0] * 9, []) is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(8, 60), st.floats(0.0, 0.6), st.integers(0, 4))
+def test_the_steps_beside_uploads_are_found_in_the_stream(every, share, late):
+    company, step_s = UploadCompany(), 0.5
+    beside_steps = every // 2
+    slow_s = step_s / (1 - share)
+    upload_s = beside_steps * slow_s
+    times: list[float] = []
+    for _ in range(12):
+        times += [slow_s] * beside_steps + [step_s] * (every - beside_steps)
+    told = 0
+    for save in range(11):
+        # The save of step `save * every` is told when its upload is over, `late` steps of it untold.
+        over = save * every + beside_steps - min(late, beside_steps)
+        company.steps(times[told:over])
+        told = over
+        company.saved(told - save * every, upload_s)
+    assert company.slowdown == pytest.approx(share, abs=1e-6)
+    company.begin_attempt()
+    assert company.slowdown == pytest.approx(share, abs=1e-6)
+
+
+# ---- looking back ---------------------------------------------------------------------------------
+
+
+def test_an_audit_says_in_one_line_who_paid_more():
+    often = audit(useful_s=10_000, saving_s=400, rework_s=25, failures=9)
+    assert (often.verdict, often.factor) == ("too often", 4)
+    assert often.reason == (
+        "saving took 4.0 % of the useful time (400 s), work done again 0.25 % (25 s, 9 failures): 16 times as "
+        "much, an interval 4 times as long would have cost least"
+    )
+    rarely = audit(useful_s=10_000, saving_s=10, rework_s=1000, failures=20)
+    assert (rarely.verdict, rarely.factor) == ("too rarely", pytest.approx(0.1))
+    assert rarely.reason.endswith("an interval of 10 % of it would have cost least")
+    assert audit(10_000, 100, 120, 5).verdict == "balanced"
+    assert audit(10_000, 100, 0, 0).verdict == audit(10_000, 100, 0, 2).verdict == "too early"
+    assert "\n" not in often.reason + rarely.reason
+
+
+def test_what_is_done_again_for_uploads_is_no_fault_of_the_interval():
+    assert audit(10_000, 10, 900, 20).verdict == "too rarely"
+    assert audit(10_000, 10, 900, 20, upload_rework_s=890).verdict == "balanced"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**4), st.floats(0, 1e5), st.floats(0, 1e5))
+def test_luck_alone_is_not_called_a_fault(failures, saving, rework):
+    found = audit(1e6, saving, rework, failures)
+    assert found.reason
+    if found.verdict in ("too often", "too rarely"):
+        assert failures >= 3
+        low, high = sorted((saving, rework))
+        assert high > 3 * low
+    if found.verdict == "too often":
+        assert found.factor > 1
+    if found.verdict == "too rarely":
+        assert found.factor < 1
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 1, 1), (1, -1, 1, 1), (1, 1, math.nan, 1), (1, 1, 1, -1)])
+def test_impossible_totals_are_refused(wrong):
+    with pytest.raises(ValueError, match="useful time of more than 0 s"):
+        audit(*wrong)
+
+
+def test_the_policy_is_arithmetic_and_imports_nothing_else_of_the_project():
+    for path in sorted(Path(policy.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                top = name.split(".")[0]
+                assert top in sys.stdlib_module_names or top in ("numpy", "ray_ckpt"), path.name
+                assert top != "ray_ckpt" or name.startswith("ray_ckpt.policy."), path.name
+                assert top not in ("time", "datetime", "os", "pathlib", "random"), path.name

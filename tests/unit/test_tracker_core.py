@@ -936,7 +936,7 @@ def test_the_decision_follows_what_is_measured_and_explains_itself(run):
     run.train(10)
     run.save(stall_s=0.1)
     small = run.train(1)
-    assert small.reason.startswith("young: stall C 100 ms, MTBF M ")
+    assert small.reason.startswith("exact: stall C 100 ms, MTBF M ")
     for _ in range(3):
         run.train(5)
         run.save(stall_s=10.0)
@@ -963,6 +963,47 @@ def test_failures_shorten_the_interval_and_planned_ends_do_not(run):
     assert after("resize") >= calm
     assert after("drain") >= calm
     assert after("node_loss") < 0.8 * calm
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_run_that_shrinks_knows_its_new_failure_rate_at_once(run, reopened):
+    # Spot nodes: a machine is lost in three weeks, a job by itself in a day.
+    run.options = dataclasses.replace(
+        OPTIONS, prior_mtbf_s=86400.0, prior_per_1000_worker_days=50.0
+    )
+    run.open()
+    run.begin(512)
+    run.train(10)
+    run.save(stall_s=1.0)
+    for _ in range(30):
+        run.train(20, step_time_s=100.0)
+        run.core.interruption("node_loss", "x")
+        run.begin(512)
+    large = run.core.status()["mtbf_s"]
+    assert large == pytest.approx(2000, rel=0.25)
+    run.core.interruption("resize", "to fewer workers")
+    if reopened:
+        run.open()
+    reason = run.begin(64).directive.reason
+    small = run.core.status()["mtbf_s"]
+    assert 3 * large < small < 8 * large
+    assert "at 64 workers (30 failures seen, 90 %: " in reason
+    run.core.interruption("resize", "to as many as before")
+    run.begin(512)
+    assert run.core.status()["mtbf_s"] == pytest.approx(large, rel=0.01)
+
+
+def test_steps_that_an_upload_slows_are_a_cost_of_the_save(run):
+    run.begin()
+    run.train(10, step_time_s=1.0)
+    for _ in range(3):
+        written = run.written(run.step, stall_s=0.1, upload_s=10.0)
+        run.train(8, step_time_s=1.25)
+        assert run.core.commit(run.generation, written)
+        run.train(20, step_time_s=1.0)
+    assert "upload U 10 s slowing steps by 20 %" in run.train(1).reason
+    # Dearer by 2 s each than the stall alone.
+    assert run.core.status()["decision"]["every_steps"] > 90
 
 
 def test_one_odd_save_does_not_move_the_interval(run):
@@ -1017,4 +1058,4 @@ def test_the_status_is_plain_values(two):
     status = json.loads(json.dumps(two.core.status()))
     assert (status["step"], status["commits"], status["last_commit_step"]) == (25, 2, 20)
     assert status["step_time_s"] == 0.5
-    assert status["decision"]["formula"] == "young"
+    assert status["decision"]["formula"] == "exact"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.tiers.durable import durable_entries
 from ray_ckpt.tracker.identity import read_record
 
 INIT_FROM = "--init-from (fingerprint of its content)"
@@ -22,7 +22,7 @@ def initial_weights(config: Config) -> str:
         ConfigError: the file is not there.
         StorageError: it cannot be read.
     """
-    if any(entry.committed for entry in list_checkpoints(config.run_dir)):
+    if any(entry.committed for entry in durable_entries(config.tiers.stack(), config.run_dir)):
         if config.init_from:
             print(
                 f"run {config.run!r} has checkpoints and goes on from them: --init-from is ignored"

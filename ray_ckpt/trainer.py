@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ray_ckpt.checkpoint.listing import list_checkpoints, usable
 from ray_ckpt.checkpoint.signature import take
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data, parse_sources
@@ -21,8 +20,11 @@ from ray_ckpt.data.mixture import MixedOrder, Order
 from ray_ckpt.errors import ConfigError, RayCkptError
 from ray_ckpt.facts import check_run, order_of, tracker_options
 from ray_ckpt.local_ray import cluster
+from ray_ckpt.tiers.durable import durable_entries, remote_of
+from ray_ckpt.tiers.remote_records import pull_records
 from ray_ckpt.tracker.client import RayTracker
 from ray_ckpt.tracker.core import RunFacts
+from ray_ckpt.tracker.identity import read_record
 from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.view.summary import snapshot_problem, summary
 
@@ -74,6 +76,7 @@ def run(
     sources = config.sources
     default = len(sources) == 1 and sources[0].path == default_data(config)
     # Nor does a mistyped path mean "train on the default text".
+    _fetch_records(config)
     unprepared = prepare is not None and default and _is_empty(sources[0].path)
     if not unprepared:
         facts = check_run(config, identity or {})  # before a cluster is started for nothing
@@ -157,9 +160,19 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
     return 0
 
 
+def _fetch_records(config: Config) -> None:
+    """What a run has on record, from the object store to a machine that has nothing of it."""
+    tier = remote_of(config.tiers.stack(), config.run_dir)
+    if tier is None or read_record(config.run_dir) is not None:
+        return
+    if names := pull_records(tier, config.run_dir):
+        print(f"fetched {', '.join(names)} of run {config.run!r} from {tier.where}", flush=True)
+
+
 def _complete(config: Config) -> bool:
     """Whether the run reached its last step before; says so."""
-    newest = next(iter(usable(list_checkpoints(config.run_dir))), None)
+    entries = durable_entries(config.tiers.stack(), config.run_dir)
+    newest = next((entry for entry in entries if entry.usable), None)
     if newest is None or newest.step < config.steps:
         return False
     if newest.step > config.steps:

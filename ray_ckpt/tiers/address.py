@@ -82,14 +82,24 @@ def without_secrets(text: str, uri: str) -> str:
     if ":" in raw:
         secrets += [raw, *raw.split(":")]
         secrets += [urllib.parse.unquote(part) for part in raw.split(":")]
-    secrets += [
-        value
-        for name, value in urllib.parse.parse_qsl(parts.query)
-        if any(word in name for word in ("key", "secret", "token", "sig", "credential"))
-    ]
+    secrets += [value for name, value in urllib.parse.parse_qsl(parts.query) if _secret(name)]
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, shown(uri) if secret == uri else "***")
     return text
+
+
+def without_keys(uri: str) -> str:
+    """An address that can be put on record and used again: without keys, with its options."""
+    parts = urllib.parse.urlsplit(uri)
+    user, at, host = parts.netloc.rpartition("@")
+    place = host if ":" in user else f"{user}{at}{host}"
+    options = urllib.parse.parse_qsl(parts.query)
+    plain = urllib.parse.urlencode([(name, value) for name, value in options if not _secret(name)])
+    return urllib.parse.urlunsplit(parts._replace(netloc=place, query=plain))
+
+
+def _secret(option: str) -> bool:
+    return any(word in option for word in ("key", "secret", "token", "sig", "credential"))
 
 
 def below(uri: str, *parts: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from ray_ckpt.checkpoint.listing import Listed, list_checkpoints
 from ray_ckpt.checkpoint.manifest import FileEntry
 from ray_ckpt.checkpoint.paths import open_plain
 from ray_ckpt.errors import CopyError, DamagedCopyError
@@ -79,6 +80,16 @@ class DurableRemote:
 def remote_of(stack: Stack, run_dir: Path) -> RemoteTier | None:
     """The checkpoints of a run on an object store, if that is its durable tier."""
     return RemoteTier(RemoteStore(stack.remote), run_dir.name) if stack.remote else None
+
+
+def durable_entries(stack: Stack, run_dir: Path) -> list[Listed]:
+    """What is in the durable tier of a run, newest first; cheap.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    tier = remote_of(stack, run_dir)
+    return [*list_checkpoints(run_dir)] if tier is None else [*tier.entries()]
 
 
 def durable_of(stack: Stack, run_dir: Path) -> Durable:

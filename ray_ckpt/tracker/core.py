@@ -35,6 +35,7 @@ from ray_ckpt.errors import (
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
+from ray_ckpt.tiers.address import without_keys
 from ray_ckpt.tiers.durable import remote_of
 from ray_ckpt.tiers.fleet import Fleet
 from ray_ckpt.tiers.housekeeping import ReadBack, read_back
@@ -222,6 +223,7 @@ class TrackerCore:
             must=True,  # a generation that is not on record could be given out twice
         )
         self._keeper.begin()
+        self._tell_tiers()
         self._pace.begin_attempt()
         self._decide()
         self._places.began(generation)
@@ -233,6 +235,17 @@ class TrackerCore:
             signed=signature.active() is not None,
             holders=self._places.holders(),
         )
+
+    def _tell_tiers(self) -> None:
+        """Puts the tiers on record, where the command line finds them."""
+        stack = self._options.stack
+        found: dict[str, Any] = {
+            "use": list(stack.use),
+            "remote": without_keys(stack.remote) if stack.remote else "",
+            "replicas": stack.replicas,
+        }
+        if self.memory.stack != found and (self.memory.stack or stack.node_tiers):
+            self._record("tiers", **found)
 
     def restored(
         self, generation: int, step: int, seconds: float, source: str, reason: str

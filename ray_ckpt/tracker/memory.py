@@ -73,6 +73,7 @@ class RunMemory:
         rollbacks: in a row, since the last commit beyond that step.
         left: courses of the run that were left by a rollback.
         skips: holes in the run's order.
+        stack: the tiers on record: ``use``, ``remote`` and ``replicas``; None before the first.
         durable_commits: how many checkpoints were committed in the durable tier.
         tiers: checkpoint to the tiers that have it, as far as the journal tells, and since when.
         tier_steps: tier to the step of the newest checkpoint that got there.
@@ -119,6 +120,7 @@ class RunMemory:
     rollbacks: int = 0
     left: list[Course] = field(default_factory=list)
     skips: tuple[Skip, ...] = ()
+    stack: dict[str, Any] | None = None
     durable_commits: int = 0
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     tier_steps: dict[str, int] = field(default_factory=dict)
@@ -315,6 +317,9 @@ class RunMemory:
         pins.discard(f"{event['reason']} ({event['author']})")
         if not pins:
             self.pins.pop(str(event["name"]), None)
+
+    def _on_tiers(self, event: dict[str, Any]) -> None:
+        self.stack = {name: event[name] for name in ("use", "remote", "replicas")}
 
     def _on_retention(self, event: dict[str, Any]) -> None:
         self.retention = dict(event["rules"])

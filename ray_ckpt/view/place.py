@@ -94,10 +94,11 @@ class RemoteRun:
 
     Args:
         tier: its checkpoints.
+        folder: that has the run's records; they are on the store too, as of the last commit there.
     """
 
-    def __init__(self, tier: RemoteTier) -> None:
-        self.tier = tier
+    def __init__(self, tier: RemoteTier, folder: Path | None = None) -> None:
+        self.tier, self.folder = tier, folder
 
     def __str__(self) -> str:
         return str(self.tier.where)
@@ -109,6 +110,9 @@ class RemoteRun:
     @cached_property
     def records(self) -> tuple[RunMemory, dict[str, float], int]:
         """What its journal there tells, when checkpoints were read back, and the newest attempt."""
+        if self.folder is not None:
+            memory = recall(self.folder)
+            return memory, verified_times(self.folder), memory.generation
         with tempfile.TemporaryDirectory(prefix="ray-ckpt-") as place:
             folder = Path(place) / "run"
             pull_records(self.tier, folder)
@@ -165,7 +169,11 @@ def open_run(text: str, storage: str) -> FolderRun | RemoteRun:
     if not uri and is_uri(storage) and text == Path(text).name:
         uri = below(storage, text)
     if not uri:
-        return FolderRun(find_run(text, storage))
+        folder = find_run(text, storage)
+        stack = recall(folder).stack
+        if not stack or not stack["remote"]:
+            return FolderRun(folder)
+        return RemoteRun(RemoteTier(RemoteStore(stack["remote"]), folder.name), folder)
     base, name = split_run(uri)
     tier = RemoteTier(RemoteStore(base), name)
     if not tier.store.list(name):

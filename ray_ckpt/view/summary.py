@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.checkpoint.listing import list_checkpoints, usable
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
+from ray_ckpt.errors import StorageError
+from ray_ckpt.tiers.address import is_uri, shown
+from ray_ckpt.tiers.durable import durable_entries
+from ray_ckpt.tiers.stack import Stack
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.view.human import human_bytes, human_duration
@@ -28,7 +32,8 @@ def summary(run_dir: Path) -> str:
         memory.apply(event)
         last_time = float(event.get("time", last_time))
     steps = surviving_steps(run_dir)
-    checkpoints = usable(list_checkpoints(run_dir))
+    stack = memory.stack or {}
+    where = stack.get("remote") or str(run_dir / CHECKPOINTS_DIR)
     lines = []
     if steps:
         last = steps[max(steps)]
@@ -44,12 +49,23 @@ def summary(run_dir: Path) -> str:
         )
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(memory.interruptions.items()))
     lines.append(f"interruptions: {kinds or 'none'}; steps done again: {memory.lost_steps}")
-    size = sum(e.manifest.total_bytes for e in checkpoints if e.manifest)
     lines.append(
-        f"checkpoints: {len(checkpoints)} usable, {human_bytes(size)}, in {run_dir / CHECKPOINTS_DIR}"
+        f"checkpoints: {_checkpoints(run_dir, stack)}, in {shown(where) if is_uri(where) else where}"
     )
     lines.append(f"look further: ray-ckpt ls {run_dir}   ray-ckpt verify {run_dir}")
     return "\n".join(lines)
+
+
+def _checkpoints(run_dir: Path, stack: Mapping[str, Any]) -> str:
+    tiers = (
+        Stack(use=("memory", "durable"), remote=stack["remote"]) if stack.get("remote") else Stack()
+    )
+    try:
+        found = [entry for entry in durable_entries(tiers, run_dir) if entry.usable]
+    except StorageError as error:
+        return f"they cannot be listed ({error})"
+    size = sum(entry.manifest.total_bytes for entry in found if entry.manifest)
+    return f"{len(found)} usable, {human_bytes(size)}"
 
 
 def snapshot_problem(run_dir: Path) -> str | None:

@@ -349,7 +349,8 @@ class TrackerCore:
         Args:
             generation: of the writer.
             save: ``step, samples, tokens, world_size, files [{path, bytes, checksum}], stall_s,
-                upload_s, metrics, guard, error, bitwise_comparable, skipped``.
+                upload_s, metrics, guard, error, bitwise_comparable, skipped,
+                validation``.
 
         Returns:
             Whether the checkpoint is committed.
@@ -388,6 +389,8 @@ class TrackerCore:
             exposure_s=self.memory.exposure_s,
             param_norm=manifest.guard.get("param_norm"),
             guard_s=manifest.guard.get("seconds"),
+            validation_loss=manifest.metrics.get("validation_loss"),
+            validation_s=manifest.validation.get("seconds"),
         )
         self._decide()
         self._keeper.after_save()

@@ -44,8 +44,14 @@ def _decision(e: dict[str, Any]) -> str:
 def _commit(e: dict[str, Any]) -> str:
     return (
         f"committed {e['name']}: {human_bytes(e['bytes'])} in {e['files']} files, stall "
-        f"{human_duration(e['stall_s'])}, upload {human_duration(e['upload_s'])}"
+        f"{human_duration(e['stall_s'])}, upload {human_duration(e['upload_s'])}" + _validation(e)
     )
+
+
+def _validation(e: dict[str, Any]) -> str:
+    if e.get("validation_loss") is None or e.get("validation_s") is None:
+        return ""
+    return f", validation loss {e['validation_loss']:.4f} in {human_duration(e['validation_s'])}"
 
 
 def _save_failed(e: dict[str, Any]) -> str:

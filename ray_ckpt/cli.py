@@ -1,6 +1,6 @@
 """`ray-ckpt`: look at the checkpoints of a run and prove them, from nothing but its folder.
 
-Works on a storage path without Ray and (but for `export`) without torch, so it answers at once, on any
+Works on a storage path without Ray and (but for `export` and `drill`) without torch, so it answers at once, on any
 machine that sees the storage, also while the run goes on. The commands here change nothing in a run; those
 that pin and delete are in :mod:`ray_ckpt.cli_retention`.
 """
@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from ray_ckpt import drill_command, export_command
+from ray_ckpt.checkpoint.drilled import Drilled, read_drills
 from ray_ckpt.checkpoint.listing import CheckpointEntry, list_checkpoints, usable
 from ray_ckpt.checkpoint.names import MANIFEST_NAME
 from ray_ckpt.checkpoint.quarantine import read_quarantine_note
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.cli_retention import add_retention_commands
-from ray_ckpt.errors import ConfigError, RayCkptError
-from ray_ckpt.export_command import add_arguments, command_export
+from ray_ckpt.errors import ConfigError, RayCkptError, StorageError
 from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
 from ray_ckpt.view.keeping import Keeping
 from ray_ckpt.view.runs import find_run, pick, verified_times
@@ -101,8 +102,18 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("step", metavar="STEP", help=step_help)
     verify = add("verify", command_verify, "Read every byte again and compare checksums.")
     verify.add_argument("step", metavar="STEP", nargs="?", help=f"{step_help}; default: all")
-    export = add("export", command_export, "Write the weights of a checkpoint as safetensors.")
-    add_arguments(export, step_help)
+    export = add(
+        "export",
+        export_command.command_export,
+        "Write the weights of a checkpoint as safetensors.",
+    )
+    export_command.add_arguments(export, step_help)
+    drill = add(
+        "drill",
+        drill_command.command_drill,
+        "Restore a checkpoint as a restart would, on one CPU, and compare its loss.",
+    )
+    drill_command.add_arguments(drill, step_help)
     add_retention_commands(add, step_help)
     return parser
 
@@ -130,6 +141,9 @@ def command_ls(args: argparse.Namespace) -> int:
         Column("VERIFIED"),
         Column("STATE"),
     ]
+    drills = {entry.folder.name: drill for entry in entries if (drill := _drill(entry))}
+    if drills:
+        columns.insert(-1, Column("DRILLED"))
     rows, styles = [], []
     for entry in entries:
         state, style = _state(entry)
@@ -145,7 +159,10 @@ def command_ls(args: argparse.Namespace) -> int:
                 str(manifest.world_size),
                 human_count(manifest.sample_offset),
             )
-        rows.append([str(entry.step), str(entry.generation), *known, verified, state])
+        row = [str(entry.step), str(entry.generation), *known, verified, state]
+        if drills:
+            row.insert(-1, _drilled(drills.get(entry.folder.name), now_s))
+        rows.append(row)
         styles.append(style)
     print(render_table(columns, rows, styles=styles, colour=_colour()))
     good = usable(entries)
@@ -168,8 +185,8 @@ def command_show(args: argparse.Namespace) -> int:
         return EXIT_FAULT
     document = entry.manifest.to_json()
     if args.json:
-        kept = keeping.of(entry.folder.name)
-        _print_json({**document, "quarantined": entry.quarantined, **kept})
+        more = {"quarantined": entry.quarantined, "drilled": _drill_json(entry)}
+        _print_json({**document, **more, **keeping.of(entry.folder.name)})
         return 0
     files = document.pop("files")
     committed_at = document["committed_at"]
@@ -179,6 +196,8 @@ def command_show(args: argparse.Namespace) -> int:
         document[name] = f"{document[name]} ({human_count(document[name])})"
     document["segment"] = _segment(document["segment"])
     pairs = [("state", _state(entry)[0]), *keeping.fields(entry.folder.name)]
+    if drill := _drill(entry):
+        pairs.append(("drilled", f"{drill.day} {drill.words}"))
     pairs += [("folder", str(entry.folder)), *_flat(document)]
     pairs.append(("files", f"{len(files)}, {human_bytes(entry.manifest.total_bytes)}"))
     print(render_fields(pairs), end="\n\n")
@@ -243,7 +262,28 @@ def _listing(entry: CheckpointEntry, verified_at: dict[str, float]) -> dict[str,
         "bytes": manifest and manifest.total_bytes,
         "fault": entry.fault,
         "quarantined": entry.quarantined,
+        "drilled": _drill_json(entry),
     }
+
+
+def _drill(entry: CheckpointEntry) -> Drilled | None:
+    """The newest drill of a checkpoint; one that storage does not tell of is none."""
+    try:
+        drills = read_drills(entry.folder) if entry.manifest is not None else ()
+    except StorageError:
+        return None
+    return drills[-1] if drills else None
+
+
+def _drill_json(entry: CheckpointEntry) -> dict[str, Any] | None:
+    drill = _drill(entry)
+    return drill and drill.to_json()
+
+
+def _drilled(drill: Drilled | None, now_s: float) -> str:
+    if drill is None:
+        return "-"
+    return f"{f'ok in {drill.restore_s:.1f} s' if drill.ok else 'FAILED'}, {ago(drill.time, now_s)}"
 
 
 def _verdict(entry: CheckpointEntry, faults: list[Fault]) -> dict[str, Any]:

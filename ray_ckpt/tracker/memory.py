@@ -59,6 +59,7 @@ class RunMemory:
         hold_s: how long the workers wait after the save of that request, seconds.
         verified: checkpoints whose bytes were all read and compared after their commit.
         pins: checkpoint to its pins, as far as the journal tells.
+        drills: checkpoint to the time of its newest drill that the journal tells of.
         retention: the rules of retention on record, None before the first.
         refused: how many checkpoints the guard refused.
         refusals: of the newest attempt, by folder: the event.
@@ -99,6 +100,7 @@ class RunMemory:
     hold_s: float = 0.0
     verified: set[str] = field(default_factory=set)
     pins: dict[str, set[str]] = field(default_factory=dict)
+    drills: dict[str, float] = field(default_factory=dict)
     retention: dict[str, Any] | None = None
     refused: int = 0
     refusals: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -239,6 +241,14 @@ class RunMemory:
     def _on_delete(self, event: dict[str, Any]) -> None:
         self.verified.discard(str(event["name"]))
         self.pins.pop(str(event["name"]), None)
+        self.drills.pop(str(event["name"]), None)
+
+    def _on_drill(self, event: dict[str, Any]) -> None:
+        name = str(event["name"])
+        self.drills[name] = max(float(event["drilled_at"]), self.drills.get(name, 0.0))
+        if event.get("faults"):
+            # Somebody else's finding, who may have bad memory: before older ones go it is read again here.
+            self.verified.discard(name)
 
     def _on_pin(self, event: dict[str, Any]) -> None:
         pins = self.pins.setdefault(str(event["name"]), set())

@@ -102,6 +102,16 @@ def _verified(e: dict[str, Any]) -> str:
     return f"read {e['name']} back in {human_duration(e['seconds'])}: every byte is as written"
 
 
+def _drill(e: dict[str, Any]) -> str:
+    took = human_duration(e["seconds"])
+    if not e["ok"]:
+        return f"DRILL FAILED: {e['name']} was not restored to what it was: {e['problems'][0]}"
+    if e.get("expected") is None or e.get("loss") is None:
+        return f"drilled {e['name']}: restored in {took} on {e['host']}, no loss compared"
+    same = "the same bits as" if e["same_bits"] else f"{e['difference']:.2g} from that"
+    return f"drilled {e['name']}: restored in {took} on {e['host']}, loss {e['loss']:.4f}, {same} at its commit"
+
+
 def _delete(e: dict[str, Any]) -> str:
     return f"deleted {e['name']}: {e['reason']}"
 
@@ -139,6 +149,7 @@ _TELLERS = {
     "segment": _segment,
     "alert": _alert,
     "verified": _verified,
+    "drill": _drill,
     "delete": _delete,
     "delete_failed": _delete_failed,
     "pin": _pin,

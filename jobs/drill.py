@@ -71,8 +71,10 @@ def main() -> int:
         print_result(result, as_json=config.json)
 
     if config.every_s:
-        options = {"device": config.device, "tolerance": tolerance}
-        return 0 if drill_every(config, function, config.every_s, tell, **options) else 1
+        good = drill_every(
+            config, function, config.every_s, tell, device=config.device, tolerance=tolerance
+        )
+        return 0 if good else 1
     result = drill(config, function, step=config.step, device=config.device, tolerance=tolerance)
     assert result is not None
     tell(result)

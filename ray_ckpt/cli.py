@@ -277,7 +277,7 @@ def _drill(entry: CheckpointEntry) -> Drilled | None:
 
 def _drill_json(entry: CheckpointEntry) -> dict[str, Any] | None:
     drill = _drill(entry)
-    return drill and drill.to_json()
+    return None if drill is None else drill.to_json()
 
 
 def _drilled(drill: Drilled | None, now_s: float) -> str:

@@ -80,10 +80,13 @@ def command_drill(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--job {args.job}: it gave the options of {config.run_dir}, not of {run}"
             )
-        options = {"device": args.device, "tolerance": args.tolerance}
+        device, tolerance = args.device, args.tolerance
         if args.every_s:
-            return 0 if drill_every(config, train, args.every_s, tell, **options) else 1
-        result = drill(config, train, step=args.step, **options)
+            good = drill_every(
+                config, train, args.every_s, tell, device=device, tolerance=tolerance
+            )
+            return 0 if good else 1
+        result = drill(config, train, step=args.step, device=device, tolerance=tolerance)
     except DataError as error:
         raise ConfigError(f"--data: {error}") from error
     assert result is not None

@@ -109,15 +109,25 @@ def drill(
         raise ConfigError(f"--run {config.run!r}: there is no {run_dir}")
     with drilling(run_dir):
         with _pinned(run_dir, step, again=again) as entry:
-            if entry is None:
-                return None
-            assert entry.manifest is not None
-            found = rehearse(
-                config, train, entry.folder, entry.manifest, device=device, tolerance=tolerance
-            )
-            drilled = _outcome(found, entry.manifest, device)
-            add_drill(entry.folder, drilled)
-        journal_alone(run_dir)
+            result = entry and _drill(config, train, entry, device=device, tolerance=tolerance)
+        journal_alone(run_dir)  # also what a drill before could not write, as the run was driven
+    return result
+
+
+def _drill(
+    config: C,
+    train: Callable[[C], Any],
+    entry: CheckpointEntry,
+    *,
+    device: str,
+    tolerance: float | None,
+) -> DrillResult:
+    assert entry.manifest is not None
+    found = rehearse(
+        config, train, entry.folder, entry.manifest, device=device, tolerance=tolerance
+    )
+    drilled = _outcome(found, entry.manifest, device)
+    add_drill(entry.folder, drilled)
     return DrillResult(
         name=entry.folder.name, step=entry.step, generation=entry.generation, drilled=drilled
     )

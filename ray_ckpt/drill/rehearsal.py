@@ -195,9 +195,7 @@ def rehearse(
         reading=replace(config.reading, feed="local"),
         saving=replace(config.saving, report_to_ray=False),
     )
-    place = torch.device(device)
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", 0)  # DDP wants to know which
+    place = torch.device("cuda:0" if device == "cuda" else device)  # DDP wants to know which
     with _alone():
         session = Rehearsal(config, folder, manifest, device=place, tolerance=tolerance)
         try:

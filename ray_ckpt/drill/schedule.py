@@ -25,8 +25,9 @@ def drill_every(
     every_s: float,
     tell: Tell,
     *,
+    device: str = "cpu",
+    tolerance: float | None = None,
     wait: Callable[[float], object] = time.sleep,
-    **options: Any,
 ) -> bool:
     """Drills the newest checkpoint every so many seconds, if it was not drilled yet; ends when the run is finished.
 
@@ -37,8 +38,9 @@ def drill_every(
         train: its training function.
         every_s: from the beginning of one look to that of the next.
         tell: called with each outcome.
+        device: as in :func:`ray_ckpt.drill.drill`.
+        tolerance: likewise.
         wait: for so many seconds.
-        options: ``device`` and ``tolerance`` of :func:`ray_ckpt.drill.drill`.
 
     Returns:
         Whether all went well.
@@ -50,7 +52,7 @@ def drill_every(
         finished = recall(config.run_dir).finished_step is not None
         try:
             if newest(config.run_dir) is not None:
-                result = drill(config, train, again=False, **options)
+                result = drill(config, train, again=False, device=device, tolerance=tolerance)
                 if result is not None:
                     good &= result.drilled.ok
                     tell(result)

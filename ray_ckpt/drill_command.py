@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser, step_help: str) -> None:
         "--tolerance",
         type=float,
         default=None,
-        help="relative difference of losses that is let pass (default: 1e-5 on CPUs; more with GPUs)",
+        help="relative difference of losses that is let pass (default: 2e-6 on CPUs; more with GPUs)",
     )
 
 

@@ -109,7 +109,9 @@ def drill(
         raise ConfigError(f"--run {config.run!r}: there is no {run_dir}")
     with drilling(run_dir):
         with _pinned(run_dir, step, again=again) as entry:
-            result = entry and _drill(config, train, entry, device=device, tolerance=tolerance)
+            result = None
+            if entry is not None:
+                result = _drill(config, train, entry, device=device, tolerance=tolerance)
         journal_alone(run_dir)  # also what a drill before could not write, as the run was driven
     return result
 
@@ -199,7 +201,7 @@ def _outcome(found: Restored, manifest: Manifest, device: str) -> Drilled:
         time=time.time(),
         ok=not problems,
         problems=problems,
-        notes=judged.notes if judged else (),
+        notes=found.notes,
         faults=tuple(asdict(fault) for fault in found.faults),
         loss=found.loss.loss if found.loss else None,
         expected=found.expected.loss if found.expected else None,

@@ -44,6 +44,7 @@ class Restored:
     Attributes:
         faults: of the bytes; nothing was loaded when there are any.
         problems: of the state, one sentence each.
+        notes: what differs and may, or could not be compared.
         judgement: on the loss; None when nothing was loaded.
         loss: measured after the restore.
         expected: measured at the commit.
@@ -53,6 +54,7 @@ class Restored:
 
     faults: tuple[Fault, ...] = ()
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     judgement: Judgement | None = None
     loss: Validated | None = None
     expected: Validated | None = None
@@ -117,6 +119,7 @@ class Rehearsal(Session):
         judgement = judge_loss(expected, loss, self._tolerance)
         self.found = Restored(
             problems=(*self._check(state), *judgement.problems),
+            notes=(*self._notes(), *judgement.notes),
             judgement=judgement,
             loss=loss,
             expected=expected,
@@ -134,6 +137,13 @@ class Rehearsal(Session):
             )
         scan = scan_state(state.state_dict(), rank=0, ignore=self.config.guard.ignore)
         yield from judge_state(self._manifest.guard, report([scan]))
+
+    def _notes(self) -> Iterator[str]:
+        if self.index.fingerprint != self._manifest.data_fingerprint:
+            yield (
+                f"the data is another ({self.index.fingerprint}) than at its commit "
+                f"({self._manifest.data_fingerprint}): of another segment, or a restart would refuse it"
+            )
 
     def _measure(self, model: torch.nn.Module, expected: Validated | None) -> Validated | None:
         if self._loss is None:

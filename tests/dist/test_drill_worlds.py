@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,12 @@ from typing import Any
 import drilling
 import pytest
 import torch
-from worlds import events, history, make_config, make_data, run_world
+from worlds import JOBS, events, history, make_config, make_data, run_world
 
 from ray_ckpt.checkpoint.drilled import read_drills
 from ray_ckpt.checkpoint.listing import list_checkpoints, usable
 from ray_ckpt.checkpoint.verify import verify_files
+from ray_ckpt.config import PolicyConfig, SavingConfig
 from ray_ckpt.tiers.pins import read_pins
 
 pytestmark = pytest.mark.dist
@@ -163,7 +167,7 @@ def _controls(rank: int, world: int, config: Any, folder: Path) -> dict[str, Any
 
 def test_what_no_restart_should_go_on_from_is_found_and_named(trained: Any, tmp_path: Path) -> None:
     config = trained("ddp", 2)[0]
-    make_data(tmp_path / "other", [16] * 11)
+    make_data(tmp_path / "other", [16] * 12, vocab=29)
     found = run_world(_controls, 1, config, tmp_path)[0]
     assert found.pop("").ok
     for name, (drilled, untouched, kinds, quarantined) in found.items():
@@ -174,6 +178,7 @@ def test_what_no_restart_should_go_on_from_is_found_and_named(trained: Any, tmp_
         assert kinds == ["drill", "alert"], name
         assert untouched, name
         assert not quarantined, name
+    assert "the data is another" in found["other data"][0].notes[0]
     assert found["swapped weights"][0].problems[1:] == ()  # nothing but the loss sees it
 
 
@@ -187,18 +192,35 @@ def test_without_a_function_the_rest_is_drilled_and_that_is_said(tmp_path: Path)
     assert "no validation loss was logged" in drilled.notes[0]
 
 
-@pytest.mark.parametrize(("parallel", "world"), [("ddp", 2), ("fsdp", 2)])
+OVERLAPPED = SavingConfig(timeout_s=60.0, report_to_ray=False, staging="overlapped")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel": "ddp"},
+        {"parallel": "fsdp", "saving": OVERLAPPED},
+        {"parallel": "ddp", "exact": True},
+        {"parallel": "fsdp", "exact": True},
+    ],
+    ids=["ddp", "fsdp-overlapped", "ddp-exact", "fsdp-exact"],
+)
 def test_training_has_the_same_bits_with_and_without_it(
-    trained: Any, tmp_path: Path, parallel: str, world: int
+    tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Also when the function draws random numbers: the model has dropout, whose next mask would be another."""
-    config, at_end = trained(parallel, world)
-    for name, loss in (("none", None), ("noisy", drilling.noisy)):
-        other = replace(config, storage=str(tmp_path / name))
-        assert run_world(drilling.in_a_world, world, other, loss) == at_end
-        for step, line in history(config).items():
-            same = ("loss_hex", "rng_digest", "sample_digest", "grad_norm")
-            assert [history(other)[step][k] for k in same] == [line[k] for k in same]
+    make_data(tmp_path / "data", [16] * 12)
+    ends, steps = [], []
+    for loss in (None, drilling.noisy):
+        config = make_config(tmp_path, run=f"r{len(ends)}", steps=5, **options)
+        config = replace(config, policy=PolicyConfig(interval_steps=2))
+        ends.append(run_world(drilling.in_a_world, 2, config, loss))
+        same = ("loss_hex", "rng_digest", "sample_digest", "grad_norm")
+        steps.append([[line[k] for k in same] for line in history(config).values()])
+    assert ends[0] == ends[1]
+    assert steps[0] == steps[1]
+    assert len(steps[0]) == 5
+    assert [e["validation_loss"] > 0 for e in events(config, "commit")] == [True] * 3
 
 
 def _kill(model: Any) -> None:
@@ -278,3 +300,65 @@ def test_a_run_goes_on_while_it_is_drilled_and_takes_it_on_record(
     assert kinds.count(("drill", "step-00000003-g1")) == 1
     assert kinds[-1] == ("drill", NEWEST)
     assert not events(config, "interruption")
+
+
+def _main_job(rank: int, world: int, folder: str) -> None:
+    from pretrain import train
+
+    from ray_ckpt.facts import check_run
+
+    config, shape = main_config(folder)
+    if rank == 0:
+        check_run(config, shape)  # as the driver of the main job does, before there are workers
+    torch.distributed.barrier()
+    train(config)
+
+
+def main_config(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Options of a small run of the main job, and what of them its driver puts on record."""
+    from model import ModelConfig
+    from pretrain import PretrainConfig
+
+    from ray_ckpt.config import PolicyConfig
+
+    model = ModelConfig(vocab_size=31, dim=16, num_layers=2, num_heads=2, num_kv_heads=1)
+    config = PretrainConfig(
+        run="mine",
+        storage=f"{folder}/runs",
+        data=(f"{folder}/data",),
+        steps=4,
+        global_batch=8,
+        seq_len=9,
+        seed=5,
+        model=model,
+        policy=PolicyConfig(interval_steps=2),
+    )
+    return config, {f"--model.{k.replace('_', '-')}": v for k, v in asdict(model).items()}
+
+
+def test_the_main_job_is_drilled_from_its_record_by_the_command_and_by_the_job(
+    tmp_path: Path,
+) -> None:
+    make_data(tmp_path / "data", [16] * 12)
+    run_world(_main_job, 2, str(tmp_path))
+    run = tmp_path / "runs" / "mine"
+
+    def call(*argv: object) -> tuple[int, str]:
+        words = [sys.executable, *map(str, argv)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=JOBS.parent)
+        return done.returncode, done.stdout + done.stderr
+
+    data = f"--data {tmp_path / 'data'}"
+    code, said = call("-m", "ray_ckpt", "drill", run, "--options", data)
+    assert code == 0, said
+    assert "ok, " in said
+    assert "loss" in said
+    options = ["--storage", run.parent, "--run", "mine", *data.split(), "--json"]
+    code, said = call(JOBS / "drill.py", *options, "--step", "2")
+    assert code == 0, said
+    told = json.loads(said.splitlines()[-1])
+    assert (told["step"], told["ok"], told["problems"]) == (2, True, [])
+    # The record of the run is believed, and what is said besides wins over it: here it is wrong.
+    code, said = call("-m", "ray_ckpt", "drill", run, "--options", f"{data} --model.dim 32")
+    assert code == 1, said
+    assert "FAILED" in said

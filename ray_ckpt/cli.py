@@ -2,7 +2,7 @@
 
 Works on a storage path without Ray and (but for `export` and `drill`) without torch, so it answers at once, on any
 machine that sees the storage, also while the run goes on. The commands here change nothing in a run; those
-that pin and delete are in :mod:`ray_ckpt.cli_retention`.
+that pin and delete are in :mod:`ray_ckpt.cli_retention`, and `drill` writes its outcome beside the manifest.
 """
 
 from __future__ import annotations

@@ -52,25 +52,30 @@ class PretrainConfig(ray_ckpt.Config):
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
+def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean loss of rows of tokens: that of training, and the one that drills compare."""
+    device = tokens.device.type
+    with torch.autocast(device, torch.bfloat16, device == "cuda"):
+        logits = model(tokens[:, :-1])
+    return cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 def train(config: PretrainConfig) -> None:
     """The training function: runs on every worker, in every attempt."""
     session = ray_ckpt.attach(config)
-    device, optim = session.device, config.optim
-    on_gpu = device.type == "cuda"
+    optim = config.optim
     shape = replace(config.model, vocab_size=session.index.vocab_size or config.model.vocab_size)
     net = Transformer(shape)
     net.init_weights(config.seed)
     model = session.spread(net, torch.zeros(1, config.seq_len - 1, dtype=torch.int64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
     scheduler = warmup_cosine(optimizer, optim.warmup_steps, config.steps, optim.min_lr_ratio)
+    session.validate_with(loss_of)
     session.restore(TrainState(model=model, optimizer=optimizer, scheduler=scheduler))
     for batch in session.batches():
         lr = float(scheduler.get_last_lr()[0])
         for micro in batch:
-            with torch.autocast(device.type, torch.bfloat16, on_gpu):
-                logits = model(micro.tokens[:, :-1])
-            loss = cross_entropy(logits.flatten(0, 1).float(), micro.tokens[:, 1:].flatten())
-            batch.backward(micro, loss)
+            batch.backward(micro, loss_of(model, micro.tokens))
         norm = session.clip_grad_norm(optim.max_grad_norm)
         optimizer.step()
         scheduler.step()

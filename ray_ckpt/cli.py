@@ -1,8 +1,9 @@
 """`ray-ckpt`: look at the checkpoints of a run and prove them, from nothing but its folder.
 
-Works on a storage path, or the address of an object store, without Ray and (but for `export`) without torch, so it
-answers at once, on any machine that sees the storage, also while the run goes on. The
-commands here change nothing in a run; those that pin and delete are in :mod:`ray_ckpt.cli_retention`.
+Works on a storage path, or the address of an object store, without Ray and (but for `export` and `drill`) without
+torch, so it answers at once, on any machine that sees the storage, also while the run goes on. The commands here
+change nothing in a run; those that pin and delete are in :mod:`ray_ckpt.cli_retention`, and `drill` writes its
+outcome beside the manifest.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from ray_ckpt.checkpoint.listing import Listed, usable
-from ray_ckpt.checkpoint.names import MANIFEST_NAME
+from ray_ckpt import drill_command, export_command
+from ray_ckpt.checkpoint.drilled import Drilled
+from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed, usable
+from ray_ckpt.checkpoint.names import MANIFEST_NAME, parse_checkpoint_name
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.cli_retention import add_retention_commands
 from ray_ckpt.errors import ConfigError, RayCkptError
-from ray_ckpt.export_command import add_arguments, command_export
 from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
+from ray_ckpt.view.keeping import Keeping
 from ray_ckpt.view.place import FolderRun, RemoteRun, open_run
 from ray_ckpt.view.runs import pick
 from ray_ckpt.view.tables import Column, Style, paint, printable, render_fields, render_table
@@ -102,8 +106,18 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("step", metavar="STEP", help=step_help)
     verify = add("verify", command_verify, "Read every byte again and compare checksums.")
     verify.add_argument("step", metavar="STEP", nargs="?", help=f"{step_help}; default: all")
-    export = add("export", command_export, "Write the weights of a checkpoint as safetensors.")
-    add_arguments(export, step_help)
+    export = add(
+        "export",
+        export_command.command_export,
+        "Write the weights of a checkpoint as safetensors.",
+    )
+    export_command.add_arguments(export, step_help)
+    drill = add(
+        "drill",
+        drill_command.command_drill,
+        "Restore a checkpoint as a restart would, on one CPU, and compare its loss.",
+    )
+    drill_command.add_arguments(drill, step_help)
     add_retention_commands(add, step_help)
     return parser
 
@@ -114,9 +128,9 @@ def command_ls(args: argparse.Namespace) -> int:
     entries = run.entries()
     verified_at, keeping = run.verified_times(), run.keeping(entries)
     if args.json:
-        listing = [{**_listing(e, verified_at), **keeping.of(e.folder.name)} for e in entries]
-        _print_json(listing)
+        _print_json([_listing(entry, verified_at, keeping) for entry in _all(entries, keeping)])
         return 0
+    durable, entries = entries, _all(entries, keeping)
     if not entries:
         print(f"{printable(str(run))}: no checkpoints yet")
         return 0
@@ -131,9 +145,16 @@ def command_ls(args: argparse.Namespace) -> int:
         Column("VERIFIED"),
         Column("STATE"),
     ]
+    drills = {e.folder.name: drill for e in entries if (drill := keeping.drill(e.folder.name))}
+    if drills:
+        columns.insert(-1, Column("DRILLED"))
+    if keeping.has_tiers:
+        columns.insert(-1, Column("TIERS"))
     rows, styles = [], []
     for entry in entries:
         state, style = _state(entry)
+        if not entry.committed and _tiers(entry, keeping):
+            state = "committed on the nodes alone"
         state += keeping.pinned(entry.folder.name)
         checked_s = verified_at.get(entry.folder.name)
         verified = "-" if checked_s is None else ago(checked_s, now_s)
@@ -146,13 +167,18 @@ def command_ls(args: argparse.Namespace) -> int:
                 str(manifest.world_size),
                 human_count(manifest.sample_offset),
             )
-        rows.append([str(entry.step), str(entry.generation), *known, verified, state])
+        row = [str(entry.step), str(entry.generation), *known, verified, state]
+        if drills:
+            row.insert(-1, _drilled(drills.get(entry.folder.name), now_s))
+        if keeping.has_tiers:
+            row.insert(-1, " ".join(_tiers(entry, keeping)) or "-")
+        rows.append(row)
         styles.append(style)
     print(render_table(columns, rows, styles=styles, colour=_colour()))
-    good = usable(entries)
+    good = usable(durable)
     newest = f"newest step {good[0].step}" if good else "nothing to restore from"
-    total = human_bytes(sum(e.manifest.total_bytes for e in entries if e.manifest is not None))
-    print(f"{len(good)} of {len(entries)} usable, {newest}, {total} in {printable(str(run))}")
+    total = human_bytes(sum(e.manifest.total_bytes for e in durable if e.manifest is not None))
+    print(f"{len(good)} of {len(durable)} usable, {newest}, {total} in {printable(str(run))}")
     return 0
 
 
@@ -169,8 +195,12 @@ def command_show(args: argparse.Namespace) -> int:
         return EXIT_FAULT
     document = entry.manifest.to_json()
     if args.json:
-        kept = keeping.of(entry.folder.name)
-        _print_json({**document, "quarantined": entry.quarantined, **kept})
+        more: dict[str, Any] = {
+            "quarantined": entry.quarantined,
+            "drilled": _drill_json(entry, keeping),
+        }
+        more["tiers"] = _tiers(entry, keeping)
+        _print_json({**document, **more, **keeping.of(entry.folder.name)})
         return 0
     files = document.pop("files")
     committed_at = document["committed_at"]
@@ -180,6 +210,8 @@ def command_show(args: argparse.Namespace) -> int:
         document[name] = f"{document[name]} ({human_count(document[name])})"
     document["segment"] = _segment(document["segment"])
     pairs = [("state", _state(entry)[0]), *keeping.fields(entry.folder.name)]
+    if drill := keeping.drill(entry.folder.name):
+        pairs.append(("drilled", f"{drill.day} {drill.words}"))
     pairs += [("folder", str(entry.folder)), *_flat(document)]
     pairs.append(("files", f"{len(files)}, {human_bytes(entry.manifest.total_bytes)}"))
     print(render_fields(pairs), end="\n\n")
@@ -230,20 +262,48 @@ def command_verify(args: argparse.Namespace) -> int:
     return EXIT_FAULT if num_bad else 0
 
 
-def _listing(entry: Listed, verified_at: dict[str, float]) -> dict[str, Any]:
+def _all(entries: list[Listed], keeping: Keeping) -> list[Listed]:
+    """The listing, with the checkpoints that only nodes have, newest first."""
+    root = entries[0].folder.parent if entries else Path()
+    found = list(entries)
+    for name in keeping.on_nodes_alone([entry.folder.name for entry in entries]):
+        key = parse_checkpoint_name(name)
+        if key is not None:
+            found.append(Listed(root / name, *key, None, NO_MANIFEST))
+    return sorted(found, key=lambda entry: (entry.step, entry.generation), reverse=True)
+
+
+def _tiers(entry: Listed, keeping: Keeping) -> list[str]:
+    return list(keeping.tiers(entry.folder.name, durable=entry.manifest is not None))
+
+
+def _listing(entry: Listed, verified_at: dict[str, float], keeping: Keeping) -> dict[str, Any]:
     manifest = entry.manifest
     return {
         "step": entry.step,
         "generation": entry.generation,
         "committed_at": manifest and manifest.committed_at,
-        "tiers": [TIER] if manifest is not None else [],
+        "tiers": _tiers(entry, keeping),
         "verified_at": verified_at.get(entry.folder.name),
         "world_size": manifest and manifest.world_size,
         "sample_offset": manifest and manifest.sample_offset,
         "bytes": manifest and manifest.total_bytes,
         "fault": entry.fault,
         "quarantined": entry.quarantined,
+        "drilled": _drill_json(entry, keeping),
+        **keeping.of(entry.folder.name),
     }
+
+
+def _drill_json(entry: Listed, keeping: Keeping) -> dict[str, Any] | None:
+    drill = keeping.drill(entry.folder.name)
+    return None if drill is None else drill.to_json()
+
+
+def _drilled(drill: Drilled | None, now_s: float) -> str:
+    if drill is None:
+        return "-"
+    return f"{f'ok in {drill.restore_s:.1f} s' if drill.ok else 'FAILED'}, {ago(drill.time, now_s)}"
 
 
 def _verdict(entry: Listed, faults: list[Fault]) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +21,18 @@ from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.lock import RunLock
 
+_stand_in: ContextVar[Session | None] = ContextVar("ray_ckpt_stand_in", default=None)
+
+
+@contextmanager
+def standing_in(session: Session) -> Iterator[None]:
+    """Within the block ``attach()`` gives this session: a training function is run for something else than training."""
+    token = _stand_in.set(session)
+    try:
+        yield
+    finally:
+        _stand_in.reset(token)
+
 
 def attach(config: Config) -> Session:
     """Joins a training function to its run; every worker calls it once, first of all.
@@ -29,6 +44,9 @@ def attach(config: Config) -> Session:
     Raises:
         RuntimeError: neither Ray Train nor ``torch.distributed`` is there.
     """
+    stand_in = _stand_in.get()
+    if stand_in is not None:
+        return stand_in
     import ray
     import ray.train
     import ray.train.torch

@@ -5,6 +5,7 @@
     session = ray_ckpt.attach(config)
     model = session.spread(build_model(), example_input)
     ...
+    session.validate_with(loss_of)  # optional: what a drill compares
     session.restore(TrainState(model=model, optimizer=optimizer, scheduler=scheduler))
     for batch in session.batches():
         for micro in batch:
@@ -40,6 +41,7 @@ from ray_ckpt.checkpoint.staging import Stager, size_bytes
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import load_data
 from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
+from ray_ckpt.data.fixed import fixed_rows
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.replaced import RecordedFeed
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
@@ -54,6 +56,7 @@ from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.tracker.client import TrackerClient
 from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.tracker.talk import Talk
+from ray_ckpt.validation import METRIC, LossFunction, Validated, Validation
 from ray_ckpt.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -99,8 +102,12 @@ class Session:
         self._batch: Batch | None = None
         self._transform: Transform | None = None
         self._reducer: Reducer | None = None
+        self._model: torch.nn.Module | None = None
+        self._validation: Validation | None = None
         self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
-        self._metrics: dict[int, dict[str, float]] = {}  # of saves that Ray Train was not told of
+        self._unreported: dict[
+            int, dict[str, float]
+        ] = {}  # of saves that Ray Train was not told of
         self._prepared_bytes = 0
         self._seen = time.monotonic()
         self._data_wait_s = 0.0
@@ -123,7 +130,38 @@ class Session:
             device=self.device,
             addends=self.plan.num_micro_batches,
         )
+        self._model = model
         return model
+
+    def validate_with(self, loss: LossFunction, *, rows: int = 8) -> None:
+        """Measures a loss on fixed rows at each save, for drills to compare with; optional, on every rank.
+
+        The rows depend on the data and the seed alone (:mod:`ray_ckpt.data.fixed`), and no transform of ``batches()``
+        touches them. The loss goes into the manifest as the metric ``validation_loss``. It is measured once here
+        without effect, so that a mistake in the function is seen now and not at the first save.
+
+        Args:
+            loss: from the model (without DDP around it) and int64 [rows, seq_len] to their mean loss, a scalar.
+            rows: how many; ``--micro-batch`` of them go through the model at a time.
+
+        Raises:
+            DataError: the rows cannot be read.
+        """
+        model = self._check_validation(rows)
+        self._validation = Validation(
+            loss,
+            fixed_rows(self.index, self.config.seed, rows, self.config.reading.on_corrupt),
+            rows_per_pass=self.config.micro_batch,
+            device=self.device,
+        )
+        self._validation.measure(model)
+
+    def _check_validation(self, rows: int) -> torch.nn.Module:
+        if self._model is None or self._state is not None:
+            raise RuntimeError("call validate_with() after spread() and before restore()")
+        if rows < 1:
+            raise ValueError(f"validate_with(rows={rows}): give at least 1")
+        return self._model
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scales the gradients down to a global norm; returns the norm before."""
@@ -472,7 +510,10 @@ class Session:
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
         progress = self.progress
-        self._saving = progress, self._steward.last_record
+        validated = None
+        if self._validation is not None:
+            validated = self._validation.measure(self._restored().model)
+        self._saving = progress, self._steward.last_record, validated
         hold_s = self._steward.saving(progress.step)
         self._saver.save(progress.step, self._full_state)
         return hold_s
@@ -487,7 +528,7 @@ class Session:
 
     def _saved(self, result: SaveResult) -> None:
         """On rank 0, in the background: asks the tracker to commit what was written."""
-        progress, record = self._saving
+        progress, record, validated = self._saving
         save: dict[str, Any] = {
             "step": result.step,
             "samples": progress.samples,
@@ -498,17 +539,23 @@ class Session:
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,
-            "metrics": {"loss": record.get("loss", math.nan)},
+            "metrics": _metrics(record, validated),
+            "validation": validated.to_json() if validated else {},
             "guard": self._watch.report(result.guard, record),
             "bitwise_comparable": self._watch.bitwise_comparable,
             "skipped": [asdict(skip) for skip in self._skips],
         }
-        self._metrics[result.step] = save["metrics"]
+        self._unreported[result.step] = save["metrics"]
         if self._steward.commit(save) and not self._stack.node_tiers:
             self._report(result.step)
 
     def _report(self, step: int) -> None:
         """On rank 0: a checkpoint of this attempt is in the durable tier, where Ray Train may look for it."""
-        if self._reporter is not None and step in self._metrics:
-            self._reporter.committed(step, self._steward.generation, self._metrics[step])
-        self._metrics = {later: each for later, each in self._metrics.items() if later > step}
+        if self._reporter is not None and step in self._unreported:
+            self._reporter.committed(step, self._steward.generation, self._unreported[step])
+        self._unreported = {later: each for later, each in self._unreported.items() if later > step}
+
+
+def _metrics(record: dict[str, Any], validated: Validated | None) -> dict[str, float]:
+    metrics = {"loss": record.get("loss", math.nan)}
+    return metrics if validated is None else {**metrics, METRIC: validated.loss}

@@ -50,7 +50,7 @@ _SEAL_KEY = b'"manifest_checksum": "'
 _SEAL_END = b'"\n}\n'
 
 # Fields that manifests of this schema have not always had: where one lacks, its default holds.
-_ADDED = frozenset({"segment", "skipped"})
+_ADDED = frozenset({"segment", "skipped", "validation"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,13 @@ class FileEntry:
 class Manifest:
     """What a committed checkpoint holds; a wrong value is refused when it is built.
 
-    `guard` and `versions` hold plain JSON values. Numbers in `metrics` may be NaN or
+    `guard`, `versions` and `validation` hold plain JSON values. Numbers in `metrics` may be NaN or
     infinite (stored as the strings "nan", "inf", "-inf", since JSON has no such numbers): a strange
     loss is worth recording, and refusing the state is the guard's business.
 
-    Every field is required when a manifest is read, but for those that came later (`segment`, `skipped`): a
-    checkpoint that says nothing of them was made in the first segment, and nothing was skipped.
+    Every field is required when a manifest is read, but for those that came later (`segment`, `skipped`,
+    `validation`): a checkpoint that says nothing of them was made in the first segment, nothing was skipped, and no
+    validation loss was measured.
     """
 
     run: str
@@ -132,6 +133,8 @@ class Manifest:
     """Segment of the run that it was made in: `number`, `start_step`, `start_offset` (samples), `reason`."""
     skipped: tuple[Skip, ...] = ()
     """Global batches that the run left out of its order; none in manifests older than this field."""
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    """How `metrics.validation_loss` was measured, and on what; empty when it was not."""
     checksum_algorithm: str = CHECKSUM_ALGORITHM
     """Algorithm of the checksums in `files`."""
     schema: int = SCHEMA
@@ -142,7 +145,7 @@ class Manifest:
             _require_count(name, getattr(self, name))
         for name in ("run", "parallel", "config_fingerprint", "data_fingerprint"):
             _require_type(name, getattr(self, name), (str,))
-        for name in ("guard", "metrics", "versions"):
+        for name in ("guard", "metrics", "versions", "validation"):
             _require_type(name, getattr(self, name), (Mapping,))
         _require_type("segment", self.segment, (Mapping,))
         if missing := FIRST.mark().keys() - self.segment.keys():

@@ -9,8 +9,9 @@ from ray_ckpt.checkpoint.paths import folded
 MANIFEST_NAME = "COMMITTED.json"
 QUARANTINE_NAME = "QUARANTINED.json"
 PINS_NAME = "PINNED.json"
+DRILLS_NAME = "DRILLED.json"
 # What the package itself writes beside the files of a checkpoint: never one of them, never a stray.
-RECORD_NAMES = (MANIFEST_NAME, QUARANTINE_NAME, PINS_NAME)
+RECORD_NAMES = (MANIFEST_NAME, QUARANTINE_NAME, PINS_NAME, DRILLS_NAME)
 CHECKPOINTS_DIR = "checkpoints"
 LINKED = "the checkpoint's folder is a link; copy the checkpoint instead"
 

@@ -18,6 +18,7 @@ from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import ConfigError, ManifestError, SignatureError, StorageError
 from ray_ckpt.tiers.collect import Gate, Outcome, collect, mend
+from ray_ckpt.tiers.hold import release_dead
 from ray_ckpt.tiers.retention import Verdict, plan, to_read_back
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stock import Passed, Stock, judge_orphans, take_stock
@@ -96,6 +97,7 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
         raise ConfigError(problem)  # what is there cannot be told from what is not
     if task.delete:
         mend(task.run_dir)
+        release_dead(task.run_dir)
     stock = take_stock(task.run_dir, verified=task.verified, in_use=task.in_use, passed=task.passed)
     policies, limit = task.rules.policies(), task.rules.quarantined
     to_read = to_read_back(stock.records, policies, quarantined=limit)

@@ -7,9 +7,10 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ray_ckpt.checkpoint.drilled import Drilled, read_drills
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, CheckpointEntry, Listed, list_checkpoints
 from ray_ckpt.errors import StorageError
 from ray_ckpt.tiers.collect import LEAVING_NAME
@@ -46,11 +47,13 @@ class Stock:
         records: the committed checkpoints, and saves that were set aside before their commit.
         orphans: folders without a manifest.
         pins: name of a checkpoint to its pins, where they could be read.
+        drills: name of a checkpoint to its drills, oldest first, where there are any.
     """
 
     records: tuple[Record, ...]
     orphans: tuple[Orphan, ...]
     pins: Mapping[str, tuple[Pin, ...]]
+    drills: Mapping[str, tuple[Drilled, ...]] = field(default_factory=dict)
 
 
 def take_stock(
@@ -82,7 +85,7 @@ def stock_of(
     passed: Passed = lambda entry: None,
 ) -> Stock:
     """The same for a listing that is there already."""
-    records, orphans, pins = [], [], {}
+    records, orphans, pins, drills = [], [], {}, {}
     for entry in entries:
         name = entry.folder.name
         try:
@@ -92,6 +95,8 @@ def stock_of(
             pinned = tuple(pin.words for pin in found)
         except StorageError as error:
             pinned = (f"perhaps: {error}",)  # an error is not an absence
+        if known := _drills(entry):
+            drills[name] = known
         half = _is_plain(entry.folder / LEAVING_NAME)
         # A save that was set aside before its commit is evidence, as a checkpoint found bad later is.
         if entry.fault == NO_MANIFEST and (half or entry.quarantined is None):
@@ -103,7 +108,15 @@ def stock_of(
             # in for what it can.
             why = passed(entry) if record.usable else None
             records.append(replace(record, quarantined=why) if why else record)
-    return Stock(records=tuple(records), orphans=tuple(orphans), pins=pins)
+    return Stock(records=tuple(records), orphans=tuple(orphans), pins=pins, drills=drills)
+
+
+def _drills(entry: CheckpointEntry) -> tuple[Drilled, ...]:
+    """What drills found; it decides nothing, so storage that does not tell is no matter."""
+    try:
+        return read_drills(entry.folder) if entry.manifest is not None else ()
+    except StorageError:
+        return ()
 
 
 def judge_orphans(

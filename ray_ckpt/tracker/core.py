@@ -441,7 +441,7 @@ class TrackerCore:
         Args:
             generation: of the writer.
             save: ``step, samples, tokens, world_size, files [{path, bytes, checksum}], stall_s,
-                upload_s, metrics, guard, error, bitwise_comparable, skipped``; and with tiers on the nodes
+                upload_s, metrics, guard, error, bitwise_comparable, skipped, validation``; and with tiers on the nodes
                 ``places``, a node to the files that its workers wrote.
 
         Returns:
@@ -483,6 +483,8 @@ class TrackerCore:
             exposure_s=self.memory.exposure_s,
             param_norm=manifest.guard.get("param_norm"),
             guard_s=manifest.guard.get("seconds"),
+            validation_loss=manifest.metrics.get("validation_loss"),
+            validation_s=manifest.validation.get("seconds"),
         )
         self._pace.saved(self._last_step - step, float(save["upload_s"]))
         self._decide()

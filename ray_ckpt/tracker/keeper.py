@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ray_ckpt.checkpoint.drilled import journal_events
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.errors import ConfigError, ManifestError, StaleGenerationError, StorageError
 from ray_ckpt.tiers.collect import Gate
@@ -142,6 +143,7 @@ class Keeper:
             logger.warning("nothing was deleted: %s", result)
             return
         self._note_pins(result)
+        self._note_drills(result)
         if result.faults is not None:
             self._note_reading(result)
         for outcome in result.outcomes:
@@ -185,6 +187,14 @@ class Keeper:
             for words in known - now.keys():
                 reason, _, author = words.removesuffix(")").rpartition(" (")
                 self._tell("unpin", record.name, reason=reason, author=author)
+
+    def _note_drills(self, found: Findings) -> None:
+        """What drills wrote beside a checkpoint: they may not write the journal of a run that is driven."""
+        for name, drills in found.stock.drills.items():
+            for drilled in drills:
+                if drilled.time > self._memory.drills.get(name, 0.0):
+                    for event in journal_events(drilled):
+                        self._tell(event.pop("event"), name, **event)
 
     def _tell(self, event: str, name: str, **fields: Any) -> None:
         key = parse_checkpoint_name(name)

@@ -64,6 +64,7 @@ class RunMemory:
         hold_s: how long the workers wait after the save of that request, seconds.
         verified: checkpoints whose bytes were all read and compared after their commit.
         pins: checkpoint to its pins, as far as the journal tells.
+        drills: checkpoint to the time of its newest drill that the journal tells of.
         retention: the rules of retention on record, None before the first.
         refused: how many checkpoints the guard refused.
         refusals: of the newest attempt, by folder: the event.
@@ -111,6 +112,7 @@ class RunMemory:
     hold_s: float = 0.0
     verified: set[str] = field(default_factory=set)
     pins: dict[str, set[str]] = field(default_factory=dict)
+    drills: dict[str, float] = field(default_factory=dict)
     retention: dict[str, Any] | None = None
     refused: int = 0
     refusals: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -287,6 +289,8 @@ class RunMemory:
         self.fruitless = 0
         self.finished_step = self.kept_step = int(event["step"])
         self._expose(event)
+        for tiers in self.tiers.values():
+            tiers.pop("memory", None)  # nobody needs it any more
 
     def _expose(self, event: dict[str, Any]) -> None:
         """Credits what was exposed since the last event to the size of the newest attempt."""
@@ -307,6 +311,14 @@ class RunMemory:
             return
         self.verified.discard(str(event["name"]))
         self.pins.pop(str(event["name"]), None)
+        self.drills.pop(str(event["name"]), None)
+
+    def _on_drill(self, event: dict[str, Any]) -> None:
+        name = str(event["name"])
+        self.drills[name] = max(float(event["drilled_at"]), self.drills.get(name, 0.0))
+        if event.get("faults"):
+            # Somebody else's finding, who may have bad memory: before older ones go it is read again here.
+            self.verified.discard(name)
 
     def _on_pin(self, event: dict[str, Any]) -> None:
         pins = self.pins.setdefault(str(event["name"]), set())
@@ -317,6 +329,18 @@ class RunMemory:
         pins.discard(f"{event['reason']} ({event['author']})")
         if not pins:
             self.pins.pop(str(event["name"]), None)
+
+    def _on_copies(self, event: dict[str, Any]) -> None:
+        """What the nodes hold at the beginning of an attempt: what was there before may be gone."""
+        time_s, found = float(event["time"]), dict(event["tiers"])
+        for name in {*self.tiers, *found}:
+            tiers = self.tiers.setdefault(name, {})
+            for tier in tiers.keys() - {DURABLE, *found.get(name, ())}:
+                del tiers[tier]
+            for tier in found.get(name, ()):
+                tiers.setdefault(tier, time_s)
+            if not tiers:
+                del self.tiers[name]
 
     def _on_tiers(self, event: dict[str, Any]) -> None:
         self.stack = {name: event[name] for name in ("use", "remote", "replicas")}

@@ -121,6 +121,7 @@ def new_manifest(
         bitwise_comparable=bool(save["bitwise_comparable"]),
         segment=segment.mark(),
         skipped=tuple(Skip(**skip) for skip in save.get("skipped", ())),
+        validation=save.get("validation", {}),
     )
 
 

@@ -103,7 +103,13 @@ class TierDesk:
         self.refresh()
 
     def sweep(self, generation: int) -> None:
-        """Clears away what attempts before this one left uncommitted on the nodes."""
+        """Puts on record what the nodes hold, and clears away what attempts before this one never committed."""
+        tiers = self._stack.node_tiers
+        held = {
+            name: [tier for tier in tiers if self._book.complete(name, tier)]
+            for name in self._book.names()
+        }
+        self._hooks.record("copies", tiers={name: where for name, where in held.items() if where})
         for node in self._fleet.names():
             self._post(
                 node, "sweep", keep=tuple(self._book.names()), older_than_generation=generation

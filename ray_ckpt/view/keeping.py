@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
+from ray_ckpt.checkpoint.drilled import Drilled
+from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.tiers.retention import plan
 from ray_ckpt.tiers.rules import Rules
+from ray_ckpt.tiers.stack import TIER_NAMES
 from ray_ckpt.tiers.stock import Stock
 from ray_ckpt.tracker.memory import RunMemory
 
@@ -31,7 +36,7 @@ class Keeping:
         rules = recorded_rules(memory)
         verdicts = plan(stock.records, rules.policies(), quarantined=rules.quarantined)
         self._verdicts = {verdict.name: verdict for verdict in verdicts}
-        self._pins = stock.pins
+        self._pins, self._drills, self._memory = stock.pins, stock.drills, memory
         # Of pins that cannot be read the record says more than the pins do.
         self._pinned = {record.name: record.pinned for record in stock.records}
         self._pinned |= {orphan.name: orphan.pinned for orphan in stock.orphans}
@@ -45,6 +50,32 @@ class Keeping:
             "kept": None if verdict is None else list(verdict.reasons) if verdict.keep else [],
         }
 
+    def drill(self, name: str) -> Drilled | None:
+        """The newest drill of a checkpoint."""
+        drills = self._drills.get(name, ())
+        return drills[-1] if drills else None
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether the run has tiers on its nodes."""
+        return bool(self._memory.stack)
+
+    def tiers(self, name: str, *, durable: bool) -> dict[str, float]:
+        """Tiers that have a checkpoint, fastest first, and since when, seconds since the epoch.
+
+        Those on the nodes are what the run's journal tells: the durable tier alone can be looked at from here.
+        """
+        known = self._memory.tiers.get(name, {})
+        found: dict[str, float] = {tier: known[tier] for tier in TIER_NAMES if tier in known}
+        if durable:
+            return {**found, "durable": known.get("durable", 0.0)}
+        return {tier: since_s for tier, since_s in found.items() if tier != "durable"}
+
+    def on_nodes_alone(self, names: Collection[str]) -> list[str]:
+        """Checkpoints that only nodes have, newest first, when these are those in the durable tier."""
+        found = [name for name in self._memory.tiers if self.tiers(name, durable=False)]
+        return sorted(set(found) - set(names), key=lambda name: _key(name), reverse=True)
+
     def pinned(self, name: str) -> str:
         """What to add to the state of a checkpoint."""
         return "".join(f", pinned: {words}" for words in self._pinned.get(name, ())[:1])
@@ -56,4 +87,12 @@ class Keeping:
         if verdict is not None:
             word = "kept" if verdict.keep else "will be deleted"
             lines.append((word, "; ".join(verdict.reasons)))
+        if self.has_tiers:
+            for tier, since_s in self.tiers(name, durable=verdict is not None).items():
+                when = datetime.fromtimestamp(since_s).astimezone().isoformat(" ", "seconds")
+                lines.append((f"in {tier}", f"since {when}" if since_s else "yes"))
         return lines
+
+
+def _key(name: str) -> tuple[int, int]:
+    return parse_checkpoint_name(name) or (-1, -1)

@@ -38,6 +38,9 @@ class Metrics:
         self._interruptions = Counter(
             "ckpt_interruptions_total", "Attempts that ended early, by kind.", (*keys, "kind")
         )
+        self._drills = Counter(
+            "ckpt_drills_total", "Checkpoints restored as a drill, by outcome.", (*keys, "outcome")
+        )
         self._stall = Histogram("ckpt_stall_seconds", "Stall of a save.", _SECONDS, keys)
         self._upload = Histogram("ckpt_upload_seconds", "End of stall to commit.", _SECONDS, keys)
         self._gauges = {
@@ -72,6 +75,8 @@ class Metrics:
         elif kind == "interruption":
             self._interruptions.inc(1, {**tags, "kind": event["kind"]})
             self._lose(event["lost_steps"])
+        elif kind == "drill":
+            self._drills.inc(1, {**self._tags, "outcome": "ok" if event["ok"] else "failed"})
         elif kind == "restored":
             self._lose(event["lost_steps_more"])
 

@@ -50,7 +50,7 @@ def _commit(e: dict[str, Any]) -> str:
     where = "" if tier == "durable" else f" in {tier}"
     return (
         f"committed {e['name']}{where}: {human_bytes(e['bytes'])} in {e['files']} files, stall "
-        f"{human_duration(e['stall_s'])}, upload {human_duration(e['upload_s'])}"
+        f"{human_duration(e['stall_s'])}, upload {human_duration(e['upload_s'])}" + _validation(e)
     )
 
 
@@ -80,6 +80,12 @@ def _promote_failed(e: dict[str, Any]) -> str:
 
 def _bad_copy(e: dict[str, Any]) -> str:
     return f"BAD COPY of {e['name']} in {e['tier']} on node {e['node'][:12]}: {e['path']} is not as written"
+
+
+def _validation(e: dict[str, Any]) -> str:
+    if e.get("validation_loss") is None or e.get("validation_s") is None:
+        return ""
+    return f", validation loss {e['validation_loss']:.4f} in {human_duration(e['validation_s'])}"
 
 
 def _save_failed(e: dict[str, Any]) -> str:
@@ -130,6 +136,16 @@ def _verified(e: dict[str, Any]) -> str:
     return f"read {e['name']} back in {human_duration(e['seconds'])}: every byte is as written"
 
 
+def _drill(e: dict[str, Any]) -> str:
+    took = human_duration(e["seconds"])
+    if not e["ok"]:
+        return f"DRILL FAILED: {e['name']} was not restored to what it was: {e['problems'][0]}"
+    if e.get("expected") is None or e.get("loss") is None:
+        return f"drilled {e['name']}: restored in {took} on {e['host']}, no loss compared"
+    same = "the same bits as" if e["same_bits"] else f"{e['difference']:.2g} from that"
+    return f"drilled {e['name']}: restored in {took} on {e['host']}, loss {e['loss']:.4f}, {same} at its commit"
+
+
 def _delete(e: dict[str, Any]) -> str:
     where = f" from {e['tier']}" if "tier" in e else ""
     return f"deleted {e['name']}{where}: {e['reason']}"
@@ -173,6 +189,7 @@ _TELLERS = {
     "segment": _segment,
     "alert": _alert,
     "verified": _verified,
+    "drill": _drill,
     "delete": _delete,
     "delete_failed": _delete_failed,
     "pin": _pin,

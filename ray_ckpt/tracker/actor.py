@@ -87,7 +87,8 @@ class TrackerActor(TrackerCore):
 
     def _on_durable(self, name: str) -> None:
         super()._on_durable(name)
-        self._look_at(name)
+        if not self._options.stack.remote:
+            self._look_at(name)
 
     def _look_at(self, name: str) -> None:
         key = parse_checkpoint_name(name)

@@ -720,8 +720,15 @@ class TrackerCore:
             self._record("decision", **asdict(decision))
         plan = self._pace.decide_tiers(self.memory)
         if plan is not None and self.memory.generation:
-            every = dict(zip(self._options.stack.use, plan.every_steps, strict=True))
-            self._record("tier_decision", every_steps=every, reasons=list(plan.reasons))
+            use = self._options.stack.use[1:]
+            reasons = [
+                f"{name}: fixed, every {fixed} steps"
+                if (fixed := self._options.tier_steps.get(name))
+                else reason
+                for name, reason in zip(use, plan.reasons[1:], strict=True)
+            ]
+            every = {name: self._pace.tier_every(name) for name in use}
+            self._record("tier_decision", every_steps=every, reasons=reasons)
 
     def _directive(self) -> Directive:
         decision = self._pace.decision

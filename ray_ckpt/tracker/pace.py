@@ -112,8 +112,9 @@ class Pace:
     def decide_tiers(self, memory: RunMemory) -> IntervalPlan | None:
         """Decides again how often copies go to slower tiers; returns the plan when it differs from the one before."""
         slower = self._options.stack.use[1:]
+        decided = [name for name in slower if not self._options.tier_steps.get(name)]
         measured = all(name in memory.transfers_s for name in slower)
-        if not slower or not measured or not self.step_time_s:
+        if not decided or not measured or not self.step_time_s:
             return None
         old, self.tiers = self.tiers, self._tier_plan(memory, self.step_time_s)
         return None if old is not None and old.every_steps == self.tiers.every_steps else self.tiers

@@ -42,7 +42,7 @@ def _decision(e: dict[str, Any]) -> str:
 
 
 def _tier_decision(e: dict[str, Any]) -> str:
-    return f"copies to slower tiers: {'; '.join(e['reasons'][1:])}"
+    return f"copies to slower tiers: {'; '.join(e['reasons'])}"
 
 
 def _commit(e: dict[str, Any]) -> str:

@@ -33,6 +33,7 @@ from ray_ckpt.errors import (
     StorageError,
     UnsaneStateError,
 )
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
@@ -173,6 +174,7 @@ class TrackerCore:
         # Before the attempt is on record: a run without a usable checkpoint must not start from zero.
         entry = self._newest_usable()
         generation = 1 + self._highest_generation()
+        fault_point("attempt.begin")
         self._record(
             "attempt_started",
             generation=generation,
@@ -182,6 +184,7 @@ class TrackerCore:
             host=platform.node(),
             must=True,  # a generation that is not on record could be given out twice
         )
+        fault_point("attempt.begun")
         self._keeper.begin()
         self._pace.begin_attempt()
         self._decide()
@@ -258,6 +261,7 @@ class TrackerCore:
         placement = self._segments.place(step, samples, mark, source)
         segment = placement.segment
         if placement.cause:
+            fault_point("segment.start")
             # The journal first: without the line in run.json the next attempt does both again.
             self._record(
                 "segment",
@@ -272,6 +276,7 @@ class TrackerCore:
                 },
                 must=True,
             )
+            fault_point("segment.recorded")
             self._segments.keep(placement)
         return segment
 
@@ -373,6 +378,7 @@ class TrackerCore:
             return False
         if manifest is None or folder.name in self.memory.committed:
             return True  # the same call again: the answer to the first was lost
+        fault_point("commit.placed")
         # Before the commit is on record: a tracker that dies in between is asked again, and pins again.
         self._pin_first_of_segment(folder.name)
         self._record(
@@ -389,6 +395,7 @@ class TrackerCore:
             param_norm=manifest.guard.get("param_norm"),
             guard_s=manifest.guard.get("seconds"),
         )
+        fault_point("commit.told")
         self._decide()
         self._keeper.after_save()
         return True
@@ -408,6 +415,7 @@ class TrackerCore:
         None without a reason: it was committed before, and is deleted since.
         """
         try:
+            fault_point("commit.check")
             # First of all: a commit that is in place is never undone, whatever a late or repeated call says.
             manifest = manifest_in(folder)
             if manifest is not None:
@@ -598,7 +606,9 @@ class TrackerCore:
     def _quarantine(self, name: str, reason: str, findings: list[dict[str, Any]]) -> None:
         self._keeper.cancel()  # what it was about to delete may be needed now
         folder = self._dir / CHECKPOINTS_DIR / name
+        fault_point("quarantine.write")
         write_quarantine(folder, reason, time_s=self._clock(), findings=findings)
+        fault_point("quarantine.written")
         self._record("quarantine", name=name, reason=reason, faults=findings)
 
     def _plan(self, entry: CheckpointEntry | None) -> RestorePlan | None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ray_ckpt.errors import StorageError
+from ray_ckpt.fault_points import fault_point
 
 JOURNAL_NAME = "journal.jsonl"
 STEPS_NAME = "steps.jsonl"
@@ -60,8 +61,13 @@ class JsonLines:
         # The next line must not join a torn one. The end goes with it: alone it could fail as well.
         data = b"\n" + line if self._torn else line
         try:
+            fault_point(
+                "journal.line" if self._sync else "steps.line",
+                lambda: self._file.write(data[: len(data) // 2]),
+            )
             written = self._file.write(data)
         except OSError as error:
+            self._torn = True  # how much of it is there is not known
             raise self._refused(error) from error
         if written:
             self._torn = not data[:written].endswith(b"\n")
@@ -69,6 +75,7 @@ class JsonLines:
             raise self._refused("short write, is the disk full?")
         if self._sync:
             try:
+                fault_point("journal.sync")
                 os.fsync(self._file.fileno())
             except OSError as error:
                 raise NotSyncedError(

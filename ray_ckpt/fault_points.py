@@ -85,6 +85,11 @@ class Fault:
     nth: int
     ever: bool
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether all of what comes next is done after it, sooner or later."""
+        return self.action == "stop" or self.action.startswith("sleep")
+
     def strikes(self, count: int) -> bool:
         return count == self.nth or (self.ever and count > self.nth)
 
@@ -132,7 +137,7 @@ class Armed:
             count = self._counts[name]
         for fault in self._faults.get(name, ()):
             if fault.strikes(count):
-                if half is not None:
+                if half is not None and not fault.goes_on:
                     half()
                 _do(fault.action, name)
 
@@ -142,7 +147,8 @@ def fault_point(name: str, half: Callable[[], object] | None = None) -> None:
 
     Args:
         name: one of :data:`POINTS`.
-        half: does half of what comes next, for a fault in the middle of it; called only when one strikes.
+        half: does half of what comes next, for a fault in the middle of it; called only when one strikes after
+            which the rest never comes.
 
     Raises:
         OSError: ``eio`` or ``enospc`` was put in here.

@@ -37,7 +37,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     at = _COMMIT_POINTS if path.name == MANIFEST_NAME else _RECORD_POINTS
     try:
         with temporary.open("xb") as file:
-            fault_point(at[0], lambda: (file.write(data[: len(data) // 2]), file.flush()))
+            fault_point(at[0], lambda: os.write(file.fileno(), data[: len(data) // 2]))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

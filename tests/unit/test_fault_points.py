@@ -92,9 +92,9 @@ def test_each_fault_strikes_at_its_turn_and_no_other() -> None:
 
 def test_half_is_done_before_a_fault_and_only_then() -> None:
     done: list[int] = []
-    arm("save.file@2=eio")
+    arm("save.file@1=sleep:0,save.file@2=eio")
     fault_point("save.file", lambda: done.append(1))
-    assert done == []
+    assert done == [], "all of it comes after the sleep"
     with pytest.raises(OSError):
         fault_point("save.file", lambda: done.append(2))
     assert done == [2]

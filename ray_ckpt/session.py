@@ -259,12 +259,15 @@ class Session:
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
         if step == self._first_step:
             self._prepare()  # most optimizers make their state in the first step
+        if agreement.save:
+            # First: once the save is committed no later attempt makes these steps again, nor writes their lines.
+            self._steward.exchange(flush=True)
         hold_s = self._save() if agreement.save else 0.0
         if self._watch.must_end(agreement):
             self._end()
         if agreement.report and self._reporter is not None:
             self._reporter.report()
-        self._steward.exchange(flush=agreement.save)
+        self._steward.exchange(flush=False)
         if hold_s:
             self._hold(hold_s)
         self._seen = time.monotonic()

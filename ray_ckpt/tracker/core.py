@@ -45,6 +45,7 @@ from ray_ckpt.tracker.journal import (
     JsonLines,
     LineQueue,
     NotSyncedError,
+    last_generation,
     newest_lines,
     read_lines,
 )
@@ -166,6 +167,7 @@ class TrackerCore:
         """
         if problem := key_problem(self._dir):
             raise RestoreError(problem)  # before anything is on record: it is no fault of the run
+        self._check_alone()
         if self.memory.attempt_open:
             # Nobody said how the last one ended: its driver died, or its whole cluster.
             self.interruption(kind="lost", cause="the job ended without a word")
@@ -530,12 +532,35 @@ class TrackerCore:
     def _check(self, generation: int) -> None:
         now = self.memory.generation
         if generation == now > 0:
+            self._check_alone()
             return
         known = f"attempt {now} has taken its place" if now else "no attempt has begun yet"
         raise StaleGenerationError(
             f"this worker belongs to attempt {generation} of run {self._facts.run!r}, which is over: "
             f"{known}. Nothing was changed."
         )
+
+    def _check_alone(self) -> None:
+        """Refuses to go on beside another tracker.
+
+        There is none while the lock on the run holds; but one that was frozen for long can lose it, where storage
+        gives locks for a time only, and must find out before it changes anything.
+
+        Raises:
+            StaleGenerationError: another tracker has begun an attempt meanwhile.
+        """
+        if not self._journal.grew:
+            return  # the usual case, and cheap: this is asked with every call
+        try:
+            newest = last_generation(self._dir / JOURNAL_NAME)
+        except StorageError:
+            logger.exception("whether another tracker has taken over cannot be told now")
+            return
+        if newest > self.memory.generation:
+            raise StaleGenerationError(
+                f"another tracker has taken over run {self._facts.run!r} and begun attempt {newest}; this one knows of "
+                f"attempt {self.memory.generation} at most. Nothing was changed. Stop this job; the other one goes on."
+            )
 
     def _highest_generation(self) -> int:
         """The highest generation that left a trace: a journal may be lost, and its generations not."""

@@ -40,6 +40,7 @@ class JsonLines:
 
     def __init__(self, path: Path, *, sync: bool) -> None:
         self.path, self._sync = path, sync
+        self._grew = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
@@ -58,6 +59,7 @@ class JsonLines:
             StorageError: the line could not be written whole.
         """
         line = (json.dumps(event, allow_nan=True) + "\n").encode()
+        self._look()  # before this line hides it
         # The next line must not join a torn one. The end goes with it: alone it could fail as well.
         data = b"\n" + line if self._torn else line
         try:
@@ -84,6 +86,18 @@ class JsonLines:
 
     def _refused(self, why: object) -> StorageError:
         return StorageError(f"{self.path} cannot be written ({why}). Make room on the storage.")
+
+    @property
+    def grew(self) -> bool:
+        """Whether somebody else has written to the file since it was opened here; False while it cannot be told."""
+        self._look()
+        return self._grew
+
+    def _look(self) -> None:
+        if not self._grew:
+            # Whoever has just appended stands at the end of the file.
+            with contextlib.suppress(OSError):
+                self._grew = os.fstat(self._file.fileno()).st_size != self._file.tell()
 
     def close(self) -> None:
         """Closes the file."""
@@ -137,6 +151,11 @@ class LineQueue:
             self._waiting.popleft()
         if not_synced is not None:
             raise not_synced
+
+    @property
+    def grew(self) -> bool:
+        """Whether somebody else has written to the file (see :attr:`JsonLines.grew`)."""
+        return self._lines.grew
 
     def take_back(self) -> None:
         """Forgets the last line that was added; it must still wait."""

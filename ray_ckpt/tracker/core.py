@@ -328,6 +328,7 @@ class TrackerCore:
     def finished(self, generation: int, step: int) -> None:
         """Notes that the run is complete."""
         self._check(generation)
+        self._write_steps([])  # lines that the disk refused before have no later ones to go with
         self._record("finished", step=step, exposure_s=self.memory.exposure_s)
         self._last_step = step
         self._keeper.settle(SETTLE_S)

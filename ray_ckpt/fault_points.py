@@ -10,7 +10,7 @@ third time, ``NAME@3+=ACTION`` the third time and ever after. Actions:
 
 - ``kill``: SIGKILL to this process, ``kill-parent`` to the one that started it;
 - ``stop``: SIGSTOP to this process, which goes on with a SIGCONT (``kill -CONT PID``);
-- ``eio``, ``enospc``: the error that a failing, or a full, disk gives;
+- ``eio``, ``enospc``: the error that a failing, or a full, disk gives, at the points of :data:`WITH_ERRORS`;
 - ``sleep:SECONDS``.
 
 Without the variable a point costs one call and one comparison, tens of nanoseconds.
@@ -71,6 +71,17 @@ POINTS: dict[str, str] = {
 }
 """Every point there is, and where the process stands when it comes by."""
 
+WITH_ERRORS = frozenset(
+    {
+        *("save.stage", "save.staged", "save.file", "save.written"),
+        *("commit.check", "commit.temporary", "commit.rename", "commit.renamed"),
+        *("record.temporary", "record.rename", "record.renamed"),
+        *("journal.line", "journal.sync", "steps.line"),
+        *("collect.end", "collect.ended", "collect.file"),
+    }
+)
+"""Points from which an error can come in life too. An error from elsewhere would show nothing but itself."""
+
 ACTIONS = ("kill", "kill-parent", "stop", "eio", "enospc", "sleep:SECONDS")
 
 _ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
@@ -116,6 +127,11 @@ def parse_faults(text: str) -> dict[str, list[Fault]]:
         if not (action in ACTIONS[:-1] or _seconds(action) is not None):
             raise ConfigError(
                 f"{FAULT_VARIABLE}: {action!r} in {spec!r} is no action. Those that there are: {', '.join(ACTIONS)}."
+            )
+        if action in _ERRORS and name not in WITH_ERRORS:
+            raise ConfigError(
+                f"{FAULT_VARIABLE}: no error can come from {name!r}, so none can be put in there. Points with errors: "
+                f"{', '.join(p for p in POINTS if p in WITH_ERRORS)}."
             )
         faults.setdefault(name, []).append(
             Fault(action, int(match["nth"] or 1), match["ever"] is not None)

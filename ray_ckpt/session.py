@@ -259,9 +259,6 @@ class Session:
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
         if step == self._first_step:
             self._prepare()  # most optimizers make their state in the first step
-        if agreement.save:
-            # First: once the save is committed no later attempt makes these steps again, nor writes their lines.
-            self._steward.exchange(flush=True)
         hold_s = self._save() if agreement.save else 0.0
         if self._watch.must_end(agreement):
             self._end()
@@ -443,6 +440,8 @@ class Session:
 
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
+        # First: once the save is committed no later attempt makes these steps again, nor writes their lines.
+        self._steward.exchange(flush=True)
         progress = self.progress
         self._saving = progress, self._steward.last_record
         hold_s = self._steward.saving(progress.step)

@@ -41,6 +41,61 @@ class Ending:
         return -9 in self.exits
 
 
+class World:
+    """Processes that each call ``target(rank, world_size, *args)``; to be closed."""
+
+    def __init__(self, target: Callable[..., Any], world_size: int, *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._folder = tempfile.TemporaryDirectory()
+        self._started = time.monotonic()
+        self.processes = [
+            context.Process(target=_main, args=(self._folder.name, target, rank, world_size, args))
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def is_frozen(self, rank: int) -> bool:
+        """Whether a process sleeps by a SIGSTOP."""
+        stat = Path(f"/proc/{self.processes[rank].pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def end(self, grace_s: float = 0.0) -> Ending:
+        """Waits until all have come to their end, or one has died; then ends the others after ``grace_s``."""
+        while self._alive() and time.monotonic() - self._started < LIMIT_S:
+            if self._died():
+                break
+            time.sleep(0.005)
+        seconds = time.monotonic() - self._started
+        deadline = time.monotonic() + grace_s
+        while self._died() and self._alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        exits = [process.exitcode for process in self.processes]
+        self.close()
+        found = [Path(self._folder.name) / f"result-{r}" for r in range(len(self.processes))]
+        told = [pickle.loads(p.read_bytes()) if p.exists() else ("gone", None) for p in found]
+        self._folder.cleanup()
+        return Ending(
+            exits=exits,
+            results=[value if kind == "ok" else None for kind, value in told],
+            errors=[value for kind, value in told if kind == "error"],
+            seconds=seconds,
+        )
+
+    def close(self) -> None:
+        """Ends what is left of the processes without a word."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def _alive(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def _died(self) -> bool:
+        return any(process.exitcode not in (None, 0) for process in self.processes)
+
+
 def run_struck(
     target: Callable[..., Any], world_size: int, *args: Any, grace_s: float = 0.0
 ) -> Ending:
@@ -52,35 +107,7 @@ def run_struck(
         args: for the target.
         grace_s: for how long the others go on.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
-        processes = [
-            context.Process(target=_main, args=(folder, target, rank, world_size, args))
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        while any(p.is_alive() for p in processes) and time.monotonic() - started < LIMIT_S:
-            if any(p.exitcode not in (None, 0) for p in processes):
-                break
-            time.sleep(0.005)
-        seconds = time.monotonic() - started
-        if any(p.exitcode not in (None, 0) for p in processes):
-            time.sleep(grace_s)
-        exits = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-        found = [Path(folder) / f"result-{rank}" for rank in range(world_size)]
-        told = [pickle.loads(p.read_bytes()) if p.exists() else ("gone", None) for p in found]
-    return Ending(
-        exits=exits,
-        results=[value if kind == "ok" else None for kind, value in told],
-        errors=[value for kind, value in told if kind == "error"],
-        seconds=seconds,
-    )
+    return World(target, world_size, *args).end(grace_s)
 
 
 def train_struck(

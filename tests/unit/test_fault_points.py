@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 import ray_ckpt
 from ray_ckpt.checkpoint.storing import write_atomically
 from ray_ckpt.errors import ConfigError, StorageError
-from ray_ckpt.fault_points import FAULT_VARIABLE, POINTS, arm, fault_point, parse_faults
+from ray_ckpt.fault_points import (
+    FAULT_VARIABLE,
+    POINTS,
+    WITH_ERRORS,
+    arm,
+    fault_point,
+    parse_faults,
+)
 from ray_ckpt.tracker.journal import JsonLines, read_lines
 
 PACKAGE = Path(ray_ckpt.__file__).parent
@@ -73,7 +80,7 @@ def test_a_point_where_nothing_is_put_in_costs_nanoseconds() -> None:
 
 
 def test_each_fault_strikes_at_its_turn_and_no_other() -> None:
-    arm("save.file@2=eio,save.file@4+=enospc,save.write=enospc")
+    arm("save.file@2=eio,save.file@4+=enospc,save.stage=enospc")
     seen = []
     for _ in range(6):
         try:
@@ -83,11 +90,15 @@ def test_each_fault_strikes_at_its_turn_and_no_other() -> None:
             seen.append(error.errno or -1)
     assert seen == [0, errno.EIO, 0, errno.ENOSPC, errno.ENOSPC, errno.ENOSPC]
     with pytest.raises(OSError, match="No space left"):
-        fault_point("save.write")
-    fault_point("save.write")
+        fault_point("save.stage")
+    fault_point("save.stage")
     fault_point("commit.check")
     arm("")
     fault_point("save.file")
+
+
+def test_points_with_errors_are_points() -> None:
+    assert POINTS.keys() > WITH_ERRORS
 
 
 def test_half_is_done_before_a_fault_and_only_then() -> None:
@@ -129,6 +140,7 @@ def test_a_parent_can_be_killed_from_its_child() -> None:
         ("commit.rename=boom", "'boom' in .* is no action"),
         ("commit.rename=sleep:long", "is no action"),
         ("commit.rename", "is not NAME"),
+        ("save.write=eio", "no error can come from 'save.write'"),
         ("commit.rename@0=kill", "counts from 1"),
         ("commit.rename@x=kill", "is not NAME"),
     ],
@@ -154,7 +166,7 @@ def test_a_mistake_in_the_environment_is_told_at_the_start() -> None:
             st.sampled_from(sorted(POINTS)),
             st.integers(1, 99),
             st.booleans(),
-            st.sampled_from(["kill", "eio", "sleep:1.5"]),
+            st.sampled_from(["kill", "stop", "sleep:1.5"]),
         ),
         max_size=4,
     )

@@ -25,7 +25,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, get_ident
 
 from ray_ckpt.errors import ConfigError
 
@@ -193,7 +193,8 @@ def _do(action: str, name: str) -> None:
     elif action == "kill-parent":
         os.kill(os.getppid(), signal.SIGKILL)
     elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: sent to the process, another one may take it, and this one goes on for a while.
+        signal.pthread_kill(get_ident(), signal.SIGSTOP)
     else:
         time.sleep(_seconds(action) or 0.0)
 

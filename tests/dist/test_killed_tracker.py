@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def tracker(run: Path) -> TrackerCore:
     return TrackerCore(facts, options)
 
 
-def life(run: Path, saves: int, promises: Promises, faults: str, count: str = "") -> None:
+def life(run: Path, saves: int, promises: Promises, faults: str, counted: str = "") -> None:
     """One life of a run: takes it up as a worker group does, saves, pins, and finishes."""
     arm(faults)
     core = tracker(run)
@@ -143,8 +144,8 @@ def life(run: Path, saves: int, promises: Promises, faults: str, count: str = ""
                 core.pin(name, "a paper", "ada")
                 promises.give(pin=name)
     core.finished(generation, step)
-    if count and fault_points._armed:
-        promises.give(count=fault_points._armed._counts[count])
+    if counted and fault_points._armed:
+        promises.give(count=fault_points._armed._counts[counted])
 
 
 def written(run: Path, step: int, samples: int, generation: int) -> dict[str, Any]:
@@ -197,8 +198,8 @@ class Story:
         self.run, self.promises = prepared(run), Promises()
         self.generations, self.newest, self.pinned, self.count = [1], 20, set[str](), 0
 
-    def live(self, faults: str, count: str = "") -> int:
-        code = in_child(lambda: life(self.run, 5, self.promises, faults, count))
+    def live(self, faults: str, counted: str = "") -> int:
+        code = in_child(lambda: life(self.run, 5, self.promises, faults, counted))
         self.check(faults)
         return code
 
@@ -257,11 +258,16 @@ class Story:
         self.promises.close()
 
 
+# By default some of the times that a life comes by a point, and all of them where there is time for it.
+STRIDES = [4, pytest.param(1, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_and_any_time_loses_nothing(tmp_path: Path, point: str) -> None:
-    nth = 0
-    while True:
-        nth += 1
+def test_a_kill_at_any_point_and_any_time_loses_nothing(
+    tmp_path: Path, point: str, stride: int
+) -> None:
+    for nth in count(1, stride):
         story = Story(tmp_path / f"run-{nth}")
         code = story.live(f"{point}@{nth}=kill")
         if code != ENDED:
@@ -269,20 +275,21 @@ def test_a_kill_at_any_point_and_any_time_loses_nothing(tmp_path: Path, point: s
         story.end()
         if code == ENDED:
             break
-    print(f"{point}: {nth - 1} kills")
+    print(f"{point}: {(nth - 1) // stride} kills")
     assert nth > 1, "no life comes by this point"
 
 
+@pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("ever", ["", "+"])
 @pytest.mark.parametrize("point", TOUCHES)
 def test_a_disk_that_fails_at_any_touch_loses_nothing(
-    tmp_path: Path, point: str, ever: str
+    tmp_path: Path, point: str, ever: str, stride: int
 ) -> None:
     """Once, or from then on: the run goes on, or stops in words; and goes on when the disk is mended."""
     codes = Counter[int]()
-    for nth in range(1, 1 + touches(tmp_path / "count", point)):
+    for nth in range(1, 1 + touches(tmp_path / "count", point), stride):
         story = Story(tmp_path / f"run-{nth}")
-        code = story.live(f"{point}@{nth}{ever}={('eio', 'enospc')[nth % 2]}")
+        code = story.live(f"{point}@{nth}{ever}={('eio', 'enospc')[nth // stride % 2]}")
         codes[code] += 1
         assert code in (ENDED, REFUSED), f"{point}@{nth}: exit code {code}"
         story.end(disk_lost_lines=(point, ever) == ("steps.line", "+"))
@@ -293,7 +300,7 @@ def test_a_disk_that_fails_at_any_touch_loses_nothing(
 def touches(run: Path, point: str) -> int:
     """How often a life comes by a point."""
     story = Story(run)
-    assert story.live(f"{point}@1=sleep:0", count=point) == ENDED
+    assert story.live(f"{point}@1=sleep:0", counted=point) == ENDED
     return story.count
 
 

@@ -129,3 +129,13 @@ def test_hundreds_of_kills(folder: Path, seed: int) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path
+
+
+def test_a_step_that_is_committed_has_its_line_whenever_the_kill_comes(folder: Path) -> None:
+    """Nobody makes it again, so nobody else would write the line: here that of a save as late as in close()."""
+    make_data(folder / "data", [16] * 12)
+    config = make_config(folder, steps=4, policy=PolicyConfig(interval_steps=3))
+    faults = {0: "save.write@1=sleep:0.5,commit.told@2=kill"}
+    assert run_struck(train_struck, 1, config, faults, None, False, None, True).struck
+    assert newest_good(config.run_dir) == 4
+    assert list(history(config)) == [1, 2, 3, 4]

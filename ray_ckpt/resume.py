@@ -14,6 +14,7 @@ from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
 from ray_ckpt.checkpoint.restore import NotBroughtError, load, verify_together
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RestoreError
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.gathering import Gathering
 from ray_ckpt.initial import check_unchanged
 from ray_ckpt.segment import Segment
@@ -85,12 +86,14 @@ def resume(
                 continue
         else:
             folder = config.run_dir / CHECKPOINTS_DIR / plan.name
+            fault_point("restore.verify")
             faults = verify_together(folder, plan.manifest, group)
             if faults:
                 plan = talk.ask(
                     "reject", generation=attempt.generation, name=plan.name, faults=faults
                 )
                 continue
+            fault_point("restore.verified")
             exact = load(state, folder, plan.manifest, group, device, config.saving.allow_missing)
         if not exact:
             rng.seed_all(config.seed, state.progress.step, first_micro_batch)
@@ -114,6 +117,7 @@ def resume(
         mark=dict(plan.manifest.segment) if plan else None,
         source=plan.name if plan else "",
     )
+    fault_point("restore.loaded")
     talk.ask(
         "restored",
         generation=attempt.generation,

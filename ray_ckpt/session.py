@@ -309,7 +309,7 @@ class Session:
             self._end()
         if agreement.report and self._reporter is not None:
             self._reporter.report()
-        self._steward.exchange(flush=agreement.save)
+        self._steward.exchange(flush=False)
         if self._stack.node_tiers and self._steward.durable_step is not None:
             self._report(self._steward.durable_step)
         if hold_s:
@@ -509,6 +509,8 @@ class Session:
 
     def _save(self) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
+        # First: once the save is committed no later attempt makes these steps again, nor writes their lines.
+        self._steward.exchange(flush=True)
         progress = self.progress
         validated = None
         if self._validation is not None:

@@ -23,6 +23,7 @@ from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.mapped import MappedReader
 from ray_ckpt.checkpoint.verify import Fault, verify_files
 from ray_ckpt.errors import RestoreError, StorageError
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.state import rng
 from ray_ckpt.state.codec import decode
 from ray_ckpt.state.parts import Entry
@@ -126,6 +127,7 @@ def load(
             f"{folder} is intact but does not fit the model or optimizer ({error}). Use the model and "
             "optimizer of the run that saved it."
         ) from error
+    fault_point("restore.loading")
     state.load_state_dict(target)
     if same_world:
         rng.apply(generators, device)

@@ -29,6 +29,7 @@ from ray_ckpt.checkpoint.manifest import FileEntry
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
 from ray_ckpt.checkpoint.staging import StagedCopy, Stager
 from ray_ckpt.checkpoint.writer import ChecksumWriter
+from ray_ckpt.fault_points import fault_point
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class Saver:
         copy: StagedCopy | None = None
         error: str | None = None
         try:
+            fault_point("save.stage")
             copy = self._stager.begin(state_dict())
         except Exception as caught:  # noqa: BLE001 - a failed save never stops training
             error = _describe(caught)
@@ -174,6 +176,7 @@ class Saver:
         if copy is not None:
             try:
                 state = copy.finish()
+                fault_point("save.staged")
             except Exception as caught:  # noqa: BLE001 - a failed save never stops training
                 error = _describe(caught)
         rank = dist.get_rank(self._group)
@@ -200,6 +203,7 @@ class Saver:
             logger.warning("save of step %d: a worker left during the save (%s)", step, caught)
             return
         if shares is not None:
+            fault_point("save.report")
             self._on_result(_merge(step, shares, time.monotonic() - started))
 
     def _all(self, good: bool) -> bool:
@@ -210,7 +214,9 @@ class Saver:
     def _write(self, state: dict[str, Any], writer: ChecksumWriter) -> str | None:
         """Writes this rank's part; what went wrong."""
         try:
+            fault_point("save.write")
             dcp_save(state, storage_writer=writer, process_group=self._group)
+            fault_point("save.written")
         # DCP's own exception is not an Exception, and would end the thread without a trace.
         except (Exception, CheckpointException) as caught:  # noqa: BLE001
             return _describe(writer.problem or caught)

@@ -12,10 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ray_ckpt.checkpoint.names import MANIFEST_NAME
 from ray_ckpt.checkpoint.paths import NotPlainFileError, read_plain
 from ray_ckpt.errors import ManifestError, StorageError
+from ray_ckpt.fault_points import fault_point
 
 _READ_PAUSES_S = (0.05, 0.2)  # waits between tries: a flaky read is retried, a broken disk is told
+
+# Points in :func:`write_atomically`: of a manifest, and of what else is written so.
+_COMMIT_POINTS = ("commit.temporary", "commit.rename", "commit.renamed")
+_RECORD_POINTS = ("record.temporary", "record.rename", "record.renamed")
 
 _T = TypeVar("_T")
 
@@ -28,12 +34,16 @@ def write_atomically(path: Path, data: bytes) -> None:
             power cut may still choose between them.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    at = _COMMIT_POINTS if path.name == MANIFEST_NAME else _RECORD_POINTS
     try:
         with temporary.open("xb") as file:
+            fault_point(at[0], lambda: os.write(file.fileno(), data[: len(data) // 2]))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        fault_point(at[1])
         temporary.replace(path)
+        fault_point(at[2])
         # Without these a power cut may forget the new name, or the folder that holds it.
         sync_folder(path.parent)
         sync_folder(path.parent.parent)

@@ -21,6 +21,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from ray_ckpt.checkpoint.manifest import FileEntry
+from ray_ckpt.fault_points import fault_point
 
 
 class _HashingStream:
@@ -36,7 +37,9 @@ class _HashingStream:
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         try:
-            cast("IO[bytes]", self._stream).write(view)
+            file = cast("IO[bytes]", self._stream)
+            fault_point("save.file", lambda: file.write(view[: len(view) // 2]))
+            file.write(view)
         except OSError as error:
             # torch turns it into an error of its own that does not say that the disk is full.
             self.error = error

@@ -22,6 +22,7 @@ from pathlib import Path
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME, parse_checkpoint_name
 from ray_ckpt.checkpoint.storing import sync_folder
 from ray_ckpt.errors import StaleGenerationError, StorageError
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.pins import read_pins
 from ray_ckpt.tiers.retention import Verdict
 
@@ -105,6 +106,7 @@ def collect(
             problem, kept = _end(folder)
         if not problem:
             problem = remove_folder(folder)
+            fault_point("collect.removed")
         outcomes.append(
             Outcome(
                 name=verdict.name,
@@ -124,10 +126,12 @@ def _end(folder: Path) -> tuple[str, bool]:
             return f"{folder} is a link, and what it leads to is not the run's", True
         pins = read_pins(folder)
         if not pins:
+            fault_point("collect.end")
             # A folder without one never was a checkpoint, or is on its way out already.
             with contextlib.suppress(FileNotFoundError):
                 (folder / MANIFEST_NAME).rename(folder / LEAVING_NAME)
             try:
+                fault_point("collect.ended")
                 sync_folder(folder)
                 pins = read_pins(folder)
             except (OSError, StorageError):
@@ -179,8 +183,10 @@ def remove_folder(folder: Path) -> str:
     try:
         _empty(handle, errors)
         if not errors:
+            fault_point("collect.emptied")
             # Last of all: while anything is left, the next collector must know what it is.
             _try(errors, lambda: os.unlink(LEAVING_NAME, dir_fd=handle))
+            fault_point("collect.unmarked")
             _try(errors, folder.rmdir)
             _try(errors, lambda: sync_folder(folder.parent))
     finally:
@@ -195,6 +201,7 @@ def _empty(handle: int, errors: list[OSError]) -> None:
         for place, folders, names, at in walk:
             for name in names:
                 if (place, name) != (".", LEAVING_NAME):
+                    fault_point("collect.file")
                     _try(errors, partial(os.unlink, name, dir_fd=at))
             for name in folders:
                 _try(errors, partial(_remove_below, name, at))

@@ -22,6 +22,7 @@ from pathlib import Path
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, PINS_NAME
 from ray_ckpt.checkpoint.storing import read_bytes, sync_folder, write_atomically
 from ray_ckpt.errors import ConfigError, ManifestError, StorageError
+from ray_ckpt.fault_points import fault_point
 
 DAMAGED = f"{PINS_NAME} is there but damaged"
 _BACK_S = 1.0  # a collector that saw the pin puts the manifest back within this time
@@ -118,7 +119,9 @@ def pin(folder: Path, reason: str, *, author: str, time_s: float) -> bool:
         else:
             new = True
             try:
+                fault_point("pins.write")
                 _write(folder, (*before, Pin(reason, author, time_s)))
+                fault_point("pins.written")
             except StorageError:
                 if not _is_there(folder):
                     raise not_there(folder.name) from None

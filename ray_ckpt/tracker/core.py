@@ -32,6 +32,7 @@ from ray_ckpt.errors import (
     StorageError,
     UnsaneStateError,
 )
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
@@ -49,6 +50,7 @@ from ray_ckpt.tracker.journal import (
     JsonLines,
     LineQueue,
     NotSyncedError,
+    last_generation,
     newest_lines,
     read_lines,
 )
@@ -204,6 +206,7 @@ class TrackerCore:
         """
         if problem := key_problem(self._dir):
             raise RestoreError(problem)  # before anything is on record: it is no fault of the run
+        self._check_alone()
         self._places.begin(nodes)
         if self.memory.attempt_open:
             # Nobody said how the last one ended: its driver died, or its whole cluster.
@@ -213,6 +216,7 @@ class TrackerCore:
         # Before the attempt is on record: a run without a usable checkpoint must not start from zero.
         entry = self._newest_usable()
         generation = 1 + self._highest_generation()
+        fault_point("attempt.begin")
         self._record(
             "attempt_started",
             generation=generation,
@@ -222,6 +226,7 @@ class TrackerCore:
             host=platform.node(),
             must=True,  # a generation that is not on record could be given out twice
         )
+        fault_point("attempt.begun")
         self._keeper.begin()
         self._tell_tiers()
         self._pace.begin_attempt()
@@ -344,6 +349,7 @@ class TrackerCore:
         placement = self._segments.place(step, samples, mark, source)
         segment = placement.segment
         if placement.cause:
+            fault_point("segment.start")
             # The journal first: without the line in run.json the next attempt does both again.
             self._record(
                 "segment",
@@ -358,6 +364,7 @@ class TrackerCore:
                 },
                 must=True,
             )
+            fault_point("segment.recorded")
             self._segments.keep(placement)
         return segment
 
@@ -408,6 +415,7 @@ class TrackerCore:
     def finished(self, generation: int, step: int) -> None:
         """Notes that the run is complete."""
         self._check(generation)
+        self._write_steps([])  # lines that the disk refused before have no later ones to go with
         self._record("finished", step=step, exposure_s=self.memory.exposure_s)
         self._last_step = step
         self._keeper.settle(SETTLE_S)
@@ -467,6 +475,7 @@ class TrackerCore:
             return False
         if manifest is None or name in self.memory.committed:
             return True  # the same call again: the answer to the first was lost
+        fault_point("commit.placed")
         # Before the commit is on record: a tracker that dies in between is asked again, and pins again.
         self._pin_first_of_segment(name)
         self._record(
@@ -486,6 +495,7 @@ class TrackerCore:
             validation_loss=manifest.metrics.get("validation_loss"),
             validation_s=manifest.validation.get("seconds"),
         )
+        fault_point("commit.told")
         self._pace.saved(self._last_step - step, float(save["upload_s"]))
         self._decide()
         self._places.committed(name)
@@ -525,6 +535,7 @@ class TrackerCore:
 
     def _put(self, name: str, generation: int, save: dict[str, Any]) -> tuple[Manifest | None, str]:
         try:
+            fault_point("commit.check")
             return self._places.put(name, generation, save)
         except (ManifestError, StorageError, OSError, ValueError) as error:
             return None, str(error)
@@ -622,12 +633,35 @@ class TrackerCore:
     def _check(self, generation: int) -> None:
         now = self.memory.generation
         if generation == now > 0:
+            self._check_alone()
             return
         known = f"attempt {now} has taken its place" if now else "no attempt has begun yet"
         raise StaleGenerationError(
             f"this worker belongs to attempt {generation} of run {self._facts.run!r}, which is over: "
             f"{known}. Nothing was changed."
         )
+
+    def _check_alone(self) -> None:
+        """Refuses to go on beside another tracker.
+
+        There is none while the lock on the run holds; but one that was frozen for long can lose it, where storage
+        gives locks for a time only, and must find out before it changes anything.
+
+        Raises:
+            StaleGenerationError: another tracker has begun an attempt meanwhile.
+        """
+        if not self._journal.grew:
+            return  # the usual case, and cheap: this is asked with every call
+        try:
+            newest = last_generation(self._dir / JOURNAL_NAME)
+        except StorageError:
+            logger.exception("whether another tracker has taken over cannot be told now")
+            return
+        if newest > self.memory.generation:
+            raise StaleGenerationError(
+                f"another tracker has taken over run {self._facts.run!r} and begun attempt {newest}; this one knows of "
+                f"attempt {self.memory.generation} at most. Nothing was changed. Stop this job; the other one goes on."
+            )
 
     def _highest_generation(self) -> int:
         """The highest generation that left a trace: a journal may be lost, and its generations not."""
@@ -697,7 +731,9 @@ class TrackerCore:
 
     def _quarantine(self, name: str, reason: str, findings: list[dict[str, Any]]) -> None:
         self._keeper.cancel()  # what it was about to delete may be needed now
+        fault_point("quarantine.write")
         self._house.quarantine(name, reason, time_s=self._clock(), findings=findings)
+        fault_point("quarantine.written")
         self._record("quarantine", name=name, reason=reason, faults=findings)
 
     def _plan(self, entry: Listed | None) -> RestorePlan | None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ray_ckpt.errors import StorageError
+from ray_ckpt.fault_points import fault_point
 
 JOURNAL_NAME = "journal.jsonl"
 STEPS_NAME = "steps.jsonl"
@@ -39,6 +40,7 @@ class JsonLines:
 
     def __init__(self, path: Path, *, sync: bool) -> None:
         self.path, self._sync = path, sync
+        self._grew = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
@@ -57,11 +59,17 @@ class JsonLines:
             StorageError: the line could not be written whole.
         """
         line = (json.dumps(event, allow_nan=True) + "\n").encode()
+        self._look()  # before this line hides it
         # The next line must not join a torn one. The end goes with it: alone it could fail as well.
         data = b"\n" + line if self._torn else line
         try:
+            fault_point(
+                "journal.line" if self._sync else "steps.line",
+                lambda: self._file.write(data[: len(data) // 2]),
+            )
             written = self._file.write(data)
         except OSError as error:
+            self._torn = True  # how much of it is there is not known
             raise self._refused(error) from error
         if written:
             self._torn = not data[:written].endswith(b"\n")
@@ -69,6 +77,7 @@ class JsonLines:
             raise self._refused("short write, is the disk full?")
         if self._sync:
             try:
+                fault_point("journal.sync")
                 os.fsync(self._file.fileno())
             except OSError as error:
                 raise NotSyncedError(
@@ -77,6 +86,18 @@ class JsonLines:
 
     def _refused(self, why: object) -> StorageError:
         return StorageError(f"{self.path} cannot be written ({why}). Make room on the storage.")
+
+    @property
+    def grew(self) -> bool:
+        """Whether somebody else has written to the file since it was opened here; False while it cannot be told."""
+        self._look()
+        return self._grew
+
+    def _look(self) -> None:
+        if not self._grew:
+            # Whoever has just appended stands at the end of the file.
+            with contextlib.suppress(OSError):
+                self._grew = os.fstat(self._file.fileno()).st_size != self._file.tell()
 
     def close(self) -> None:
         """Closes the file."""
@@ -130,6 +151,11 @@ class LineQueue:
             self._waiting.popleft()
         if not_synced is not None:
             raise not_synced
+
+    @property
+    def grew(self) -> bool:
+        """Whether somebody else has written to the file (see :attr:`JsonLines.grew`)."""
+        return self._lines.grew
 
     def take_back(self) -> None:
         """Forgets the last line that was added; it must still wait."""

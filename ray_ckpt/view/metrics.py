@@ -91,7 +91,9 @@ class Metrics:
             "step": status["step"],
             "world_size": status["world_size"],
             "last_commit_step": status["last_commit_step"],
-            "last_commit_age_seconds": None if committed is None else time.time() - committed,
+            "last_commit_age_seconds": None
+            if committed is None
+            else max(0.0, time.time() - committed),
             "interval_steps": decision.get("every_steps"),
             "mtbf_seconds": status["mtbf_s"],
             "generation": status["generation"],

@@ -30,7 +30,7 @@ def summary(run_dir: Path) -> str:
     memory, last_time = RunMemory(), 0.0
     for event in read_lines(run_dir / JOURNAL_NAME):
         memory.apply(event)
-        last_time = float(event.get("time", last_time))
+        last_time = max(last_time, float(event.get("time", last_time)))  # a clock may jump back
     steps = surviving_steps(run_dir)
     stack = memory.stack or {}
     where = stack.get("remote") or str(run_dir / CHECKPOINTS_DIR)

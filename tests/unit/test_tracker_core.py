@@ -1059,3 +1059,37 @@ def test_the_status_is_plain_values(two):
     assert (status["step"], status["commits"], status["last_commit_step"]) == (25, 2, 20)
     assert status["step_time_s"] == 0.5
     assert status["decision"]["formula"] == "exact"
+
+
+# ---- beside another tracker -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["commit", "steps", "restored", "begin_attempt", "reject"])
+def test_a_tracker_that_was_frozen_while_another_took_over_changes_nothing(two, call):
+    """Storage that gives locks for a time only lets a second tracker in while the first one sleeps."""
+    frozen, generation = two.core, two.generation
+    save = two.written(30)
+    two.open()
+    two.begin()
+    before = two.everything()
+    calls: dict[str, Callable[[], Any]] = {
+        "commit": lambda: frozen.commit(generation, save),
+        "steps": lambda: frozen.steps(generation, [{"step": 26, "step_time_s": 0.5, "loss": 1.0}]),
+        "restored": lambda: frozen.restored(generation, 0, 0.1, "", "r"),
+        "begin_attempt": lambda: frozen.begin_attempt(2, ["a"]),
+        "reject": lambda: frozen.reject(
+            generation, "step-00000020-g1", [Fault("x", "checksum differs")]
+        ),
+    }
+    with pytest.raises(StaleGenerationError, match=r"another tracker has taken over.*attempt 2"):
+        calls[call]()
+    assert two.everything() == before
+    two.train(1)  # and the other one is not harmed
+    two.save()
+
+
+def test_a_line_of_somebody_else_in_the_journal_stops_nobody(two):
+    with JsonLines(two.dir / JOURNAL_NAME, sync=False) as journal:  # as `ray-ckpt gc` leaves it
+        journal.append({"time": 1.0, "generation": 1, "event": "unpin", "name": "x"})
+    two.train(1)
+    two.save()

@@ -263,6 +263,8 @@ class TiersConfig:
     """Wait after the first failed try, seconds; doubled after each further one."""
     linger_s: float = 1800.0
     """How long memory is kept for a job that was killed, seconds: the same command finds it again."""
+    scrub_s: float = 86400.0
+    """Read each kept checkpoint back, in every tier, at least so often, seconds; 0 is off."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "use", tuple(self.use))
@@ -270,6 +272,8 @@ class TiersConfig:
             _at_least(1, f"--tiers.{_flag(name)}", getattr(self, name))
         for name in ("replicas", "local_every_steps", "durable_every_steps"):
             _at_least(0, f"--tiers.{_flag(name)}", getattr(self, name))
+        if not 0 <= self.scrub_s < math.inf:
+            raise ConfigError(f"--tiers.scrub-s {self.scrub_s}: must be 0 or more, and finite")
         for name in ("retry_pause_s", "linger_s"):
             _more_than_0(f"--tiers.{_flag(name)}", getattr(self, name))
         if not 0 <= self.max_mib_per_second < math.inf:
@@ -293,6 +297,7 @@ class TiersConfig:
             tries=self.tries,
             pause_s=self.retry_pause_s,
             linger_s=self.linger_s,
+            scrub_s=self.scrub_s,
         )
 
 

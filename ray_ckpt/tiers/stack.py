@@ -53,6 +53,7 @@ class Stack:
         tries: of a promotion, before it is given up until the next one is due.
         pause_s: after the first failed try, seconds; doubled after each further one.
         linger_s: how long memory is kept when the job is gone, seconds.
+        scrub_s: how long a copy may go without being read back, seconds; 0 is for ever.
     """
 
     use: tuple[TierName, ...] = ("durable",)
@@ -67,6 +68,7 @@ class Stack:
     tries: int = 5
     pause_s: float = 1.0
     linger_s: float = 1800.0
+    scrub_s: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.use if name not in TIER_NAMES]

@@ -129,6 +129,7 @@ class TrackerCore:
             self._last_step = max(self._last_step, int(recent[-1]["step"]))
         self._last_record: dict[str, Any] = {}
         self._segments = SegmentBook(facts)
+        self._gathered = False  # whether the present plan takes files from holders
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
         remote = remote_of(options.stack, self._dir)
@@ -143,6 +144,7 @@ class TrackerCore:
             quarantine=self._quarantine,
             clock=clock,
             aside=aside,
+            scrub_s=options.stack.scrub_s,
         )
         self._places = self._make_places(fleet)
         self._sanity = Sanity(
@@ -266,7 +268,8 @@ class TrackerCore:
             seconds=seconds,
             source=source,
             reason=reason,
-            verified=source or None,  # every byte was read and compared on the way in
+            # Every byte was read and compared on the way in; copies on nodes prove nothing of the durable one.
+            verified=(source or None) if not self._gathered else None,
             lost_steps_more=lost_steps_more,
         )
         self._places.restoring("")
@@ -743,6 +746,7 @@ class TrackerCore:
         entries = self._places.entries()
         plan = restore_plan(entry, entries, self._passed(entries))
         sources = self._places.sources(plan.name)
+        self._gathered = bool(sources)
         where = f", from {described(sources)}" if sources else ""
         return replace(plan, reason=f"{plan.reason}{where}", sources=sources)
 

@@ -12,6 +12,7 @@ from ray_ckpt.checkpoint.listing import Listed, list_checkpoints
 from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, parse_checkpoint_name
 from ray_ckpt.checkpoint.quarantine import GUARD, write_quarantine
+from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ConfigError, RayCkptError
 from ray_ckpt.tiers import pins, remote_pins
 from ray_ckpt.tiers.collect import Gate
@@ -81,6 +82,10 @@ class House(Protocol):
         """One round of housekeeping; takes long, and runs aside."""
         ...
 
+    def read_back(self, name: str) -> list[Fault]:
+        """Reads every byte of a checkpoint and compares it; takes long, and runs aside."""
+        ...
+
     def push_records(self) -> None:
         """Copies what the run has on record there, if it is elsewhere; takes long, and runs aside."""
         ...
@@ -137,6 +142,9 @@ class FolderHouse:
         )
         return keep_house(task, now_s=now_s)
 
+    def read_back(self, name: str) -> list[Fault]:
+        return self._read(self._folder(name))
+
     def push_records(self) -> None:
         pass  # they are there
 
@@ -188,6 +196,9 @@ class RemoteHouse:
             passed=terms.passed,
         )
         return keep_remote_house(task, now_s=now_s)
+
+    def read_back(self, name: str) -> list[Fault]:
+        return self._tier.verify(_checked(name))
 
     def push_records(self) -> None:
         push_records(self._tier, self._dir)

@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ray_ckpt.checkpoint.drilled import journal_events
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
+from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ConfigError, ManifestError, StaleGenerationError, StorageError
 from ray_ckpt.tiers.collect import Gate
 from ray_ckpt.tiers.housekeeping import Findings
 from ray_ckpt.tiers.rules import Rules
+from ray_ckpt.tiers.scrub import next_to_scrub
 from ray_ckpt.tracker.aside import Aside, Inline
 from ray_ckpt.tracker.house import House, Terms
 from ray_ckpt.tracker.memory import RunMemory
@@ -27,6 +29,15 @@ from ray_ckpt.tracker.rollback import passed
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+SCRUB_AGAIN_S = 3600.0  # after one that could not be read
+
+
+class Scrubbed(NamedTuple):
+    """What reading a checkpoint back found, which nobody had read for long."""
+
+    name: str
+    faults: tuple[Fault, ...]
+    seconds: float
 
 
 class _Recorder(Protocol):
@@ -44,6 +55,7 @@ class Keeper:
         quarantine: marks a checkpoint as bad: its name, the reason, the findings.
         clock: seconds since the epoch.
         aside: where rounds run.
+        scrub_s: how long a checkpoint may go without being read back, seconds; 0 is for ever.
     """
 
     def __init__(
@@ -56,10 +68,12 @@ class Keeper:
         quarantine: Callable[[str, str, list[dict[str, Any]]], None],
         clock: Callable[[], float],
         aside: Aside | None = None,
+        scrub_s: float = 0.0,
     ) -> None:
         self._house, self._rules, self._memory = house, rules, memory
         self._record, self._quarantine, self._clock = record, quarantine, clock
-        self._aside = aside or Inline()
+        self._aside, self._scrub_s = aside or Inline(), scrub_s
+        self._scrub_after_s = 0.0  # where storage would not be read, it is left alone for a while
         self._gate = Gate()  # of the round that runs
         self._in_use: dict[str, str] = {}
         self._due = False
@@ -91,10 +105,15 @@ class Keeper:
                 result = self._aside.take()
                 if result is not None:
                     self._note(result)
-                if not self._due or self._aside.busy:
+                if self._aside.busy:
                     return
-                self._due = False
-                self._aside.start(self._job())
+                if self._due:
+                    self._due = False
+                    self._aside.start(self._job())
+                    continue
+                if scrub := self._scrub():
+                    self._aside.start(scrub)
+                return
         except Exception:
             logger.exception("housekeeping failed; it is tried again later")
 
@@ -122,6 +141,39 @@ class Keeper:
         for gone in self._house.unpin(name, reason):
             self._tell("unpin", name, reason=gone.reason, author=gone.author)
 
+    def _scrub(self) -> Callable[[], Scrubbed] | None:
+        """A checkpoint that nobody has read for too long, as a job."""
+        now_s = self._clock()
+        if not self._memory.attempt_open or now_s < self._scrub_after_s:
+            return None
+        known = self._memory.last_read_s
+        name = next_to_scrub(known, now_s=now_s, every_s=self._scrub_s)
+        if name is None:
+            return None
+
+        def read() -> Scrubbed:
+            started = time.monotonic()
+            faults = tuple(self._house.read_back(name))
+            return Scrubbed(name, faults, time.monotonic() - started)
+
+        return read
+
+    def _note_scrubbed(self, found: Scrubbed) -> None:
+        self._scrub_after_s = self._clock() + min(self._scrub_s, SCRUB_AGAIN_S)
+        if not found.faults:
+            self._scrub_after_s = 0.0
+            self._tell("verified", found.name, verified=found.name, seconds=found.seconds)
+        elif found.name not in self._memory.last_read_s:
+            pass  # it was deleted meanwhile
+        elif all(fault.unreadable for fault in found.faults):
+            problem = f"{found.faults[0].path}: {found.faults[0].fault}"
+            self._record("alert", name=found.name, problem=f"it could not be read back ({problem})")
+        else:
+            findings = [{"path": fault.path, "fault": fault.fault} for fault in found.faults]
+            reason = f"{found.faults[0].path}: {found.faults[0].fault}"
+            self._quarantine(found.name, reason, findings)
+            self._record("alert", name=found.name, problem=f"it went bad on storage ({reason})")
+
     def _job(self) -> Callable[[], Findings]:
         self._gate = Gate()
         terms = Terms(
@@ -136,7 +188,10 @@ class Keeper:
         now_s = self._clock()
         return lambda: self._house.keep(terms, now_s=now_s)
 
-    def _note(self, result: Findings | Exception) -> None:
+    def _note(self, result: Findings | Scrubbed | Exception) -> None:
+        if isinstance(result, Scrubbed):
+            self._note_scrubbed(result)
+            return
         if isinstance(result, Exception):
             if not isinstance(result, ConfigError | StaleGenerationError | StorageError):
                 raise result

@@ -62,7 +62,8 @@ class RunMemory:
         last_end: how that was, in words.
         save_requests: number of the newest request for a save, 0 before the first.
         hold_s: how long the workers wait after the save of that request, seconds.
-        verified: checkpoints whose bytes were all read and compared after their commit.
+        verified: checkpoints whose bytes in the durable tier were all read and compared after their commit.
+        read_at: checkpoint to when that was last tried, seconds since the epoch.
         pins: checkpoint to its pins, as far as the journal tells.
         drills: checkpoint to the time of its newest drill that the journal tells of.
         retention: the rules of retention on record, None before the first.
@@ -111,6 +112,7 @@ class RunMemory:
     save_requests: int = 0
     hold_s: float = 0.0
     verified: set[str] = field(default_factory=set)
+    read_at: dict[str, float] = field(default_factory=dict)
     pins: dict[str, set[str]] = field(default_factory=dict)
     drills: dict[str, float] = field(default_factory=dict)
     retention: dict[str, Any] | None = None
@@ -127,6 +129,15 @@ class RunMemory:
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     tier_steps: dict[str, int] = field(default_factory=dict)
     transfers_s: dict[str, deque[float]] = field(default_factory=dict)
+
+    @property
+    def last_read_s(self) -> dict[str, float]:
+        """Checkpoint in the durable tier to when its bytes were last read, or written, seconds since the epoch."""
+        return {
+            name: max(tiers[DURABLE], self.read_at.get(name, 0.0))
+            for name, tiers in self.tiers.items()
+            if DURABLE in tiers
+        }
 
     @property
     def durable_step(self) -> int | None:
@@ -177,6 +188,7 @@ class RunMemory:
             self._begin()
         if isinstance(event.get("verified"), str):
             self.verified.add(event["verified"])
+            self.read_at[event["verified"]] = float(event.get("time", 0.0))
         handler = getattr(self, f"_on_{event.get('event')}", None)
         if handler is not None:
             handler(event)
@@ -309,6 +321,7 @@ class RunMemory:
             self.tiers.pop(name, None)
         if tier != DURABLE:
             return
+        self.read_at.pop(name, None)
         self.verified.discard(str(event["name"]))
         self.pins.pop(str(event["name"]), None)
         self.drills.pop(str(event["name"]), None)

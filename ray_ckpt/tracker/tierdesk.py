@@ -19,6 +19,7 @@ from ray_ckpt.errors import RayCkptError
 from ray_ckpt.tiers.fleet import QUICK_S, Fleet, inventories
 from ray_ckpt.tiers.holder import Report, Source, Target
 from ray_ckpt.tiers.placement import Place
+from ray_ckpt.tiers.scrub import next_to_scrub
 from ray_ckpt.tiers.stack import NodeTier, Stack
 from ray_ckpt.tracker.copies import CopyBook
 from ray_ckpt.tracker.transfers import Transfer, places_of, replicas
@@ -79,7 +80,9 @@ class TierDesk:
         self._transfers: dict[Target, Transfer] = {}
         self._forced: set[str] = set()
         self._passed: set[str] = set()
-        self._verified: set[tuple[NodeTier, str]] = set()  # every byte was read and compared
+        # When every byte of a checkpoint in a tier was last read and compared.
+        self._verified: dict[tuple[NodeTier, str], float] = {}
+        self._scrub: Transfer | None = None
         self._settled: set[str] = set()  # as many copies in the first tier as there are to be
         self._given_up: set[tuple[Target, str]] = set()
         self._evidence: list[tuple[str, str, Any]] = []  # node, checkpoint, call that copies it
@@ -236,6 +239,7 @@ class TierDesk:
                 if target not in self._transfers and (name := self._due(target)):
                     self._begin(target, name, now_s)
             self._retain()
+            self._scrub_next(now_s)
         except Exception:
             logger.exception("the tiers could not be looked after; it is tried again")
 
@@ -336,7 +340,7 @@ class TierDesk:
         for node, report in transfer.poll(self._fleet, now_s):
             self._take(target, transfer, node, report)
         if target == self._first and not transfer.checks:
-            self._verified.add((self._first, transfer.name))
+            self._verified[self._first, transfer.name] = now_s
         if transfer.busy:
             return
         if transfer.done:
@@ -389,7 +393,7 @@ class TierDesk:
             )
             return
         if target == "local":
-            self._verified.add((target, transfer.name))
+            self._verified[target, transfer.name] = now_s
         self._forced -= {transfer.name} if target == "durable" else set()
         self._hooks.record(
             "promote",
@@ -418,10 +422,43 @@ class TierDesk:
             error=transfer.problem,
         )
 
+    def _scrub_next(self, now_s: float) -> None:
+        """Has the nodes read back what they have not read for long; one checkpoint in one tier at a time."""
+        if self._scrub is not None:
+            for _, report in self._scrub.poll(self._fleet, now_s):
+                if report.bad:
+                    self.bad_copies(self._scrub.name, report.bad)
+                    self._settled.discard(self._scrub.name)  # it gets replicas again
+            if self._scrub.busy:
+                return
+            # Also what could not be read: it is asked for again when its turn comes.
+            self._verified[self._scrub.first, self._scrub.name] = now_s
+            self._scrub = None
+        held = set(self._book.names())
+        known = {
+            f"{tier} {name}": at_s for (tier, name), at_s in self._verified.items() if name in held
+        }
+        due = next_to_scrub(known, now_s=now_s, every_s=self._stack.scrub_s)
+        if due is None:
+            return
+        tier = next(tier for tier in self._stack.node_tiers if due.startswith(f"{tier} "))
+        manifest = self._book.manifest(due.removeprefix(f"{tier} "))
+        places = self._book.copies(manifest.name, tier).values()
+        self._scrub = Transfer(
+            manifest=manifest,
+            first=tier,
+            target=tier,
+            wanted={},
+            checks={place.node for each in places for place in each},
+            began_s=now_s,
+        )
+        self._scrub.start(self._fleet, self._book, now_s)
+
     def _retain(self) -> None:
         """Ends what a tier on the nodes need not keep any more."""
         keeps = {"memory": self._stack.memory_keep, "local": self._stack.local_keep}
         busy = {transfer.name for transfer in self._transfers.values()} | {self._in_use}
+        busy |= {self._scrub.name} if self._scrub is not None else set()
         by_name = {entry.folder.name: entry for entry in self._book.entries()}
         for tier in self._stack.node_tiers:
             kept = 0
@@ -441,7 +478,7 @@ class TierDesk:
         step = self._book.manifest(name).step
         for node in self._book.remove_all(tier, name):
             self._post(node, "drop", tier=tier, name=name)
-        self._verified.discard((tier, name))
+        self._verified.pop((tier, name), None)
         self._hooks.record("delete", name=name, step=step, tier=tier, reason=reason)
 
     def _post(self, node: str, method: str, **kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from ray_ckpt.tiers import pins
 from ray_ckpt.tiers.collect import collect
 from ray_ckpt.tiers.housekeeping import read_back
 from ray_ckpt.tiers.rules import Rules
+from ray_ckpt.tiers.stack import Stack
 from ray_ckpt.tracker import core as core_module
 from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.core import TrackerCore
@@ -341,3 +342,22 @@ def test_another_driver_that_took_the_run_over_is_not_deleted_under(run):
     assert not run.journal("delete")
     with pytest.raises(StaleGenerationError, match="another tracker has taken over"):
         run.train(10)
+
+
+def test_a_checkpoint_that_rots_on_storage_is_found_told_and_never_restored(run):
+    run.options = dataclasses.replace(OPTIONS, stack=Stack(scrub_s=1000.0))
+    run.open()
+    run.begin()
+    older, newer = commits(run, 2)
+    run.train(1)
+    assert not run.journal("verified")  # they were written a moment ago
+    file = next((run.dir / "checkpoints" / newer).glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    run.clock.now += 1001.0
+    for _ in range(4):
+        run.train(1)
+    # Each is read once, and not again before its next turn.
+    assert [event["name"] for event in run.journal("verified")] == [older]
+    assert [event["name"] for event in run.journal("quarantine")] == [newer]
+    assert any("went bad" in event["problem"] for event in run.journal("alert"))
+    assert run.begin().plan.name == older

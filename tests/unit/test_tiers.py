@@ -213,6 +213,20 @@ def test_what_the_guard_refuses_is_kept_as_evidence_and_leaves_the_memory(world:
     assert world.begin(NODES).plan is None
 
 
+def test_a_copy_that_rots_in_memory_is_found_by_the_scrub_and_replaced(tmp_path: Path) -> None:
+    world = World(tmp_path, Stack(use=("memory", "durable"), replicas=1, scrub_s=1e-9))
+    world.begin(["a", "b"])
+    assert world.save(10)
+    world.settle()
+    path = world.fleet.root("b") / CHECKPOINTS_DIR / "step-00000010-g1" / "__0_0.distcp"
+    good = path.read_bytes()
+    path.write_bytes(bytes(len(good)))
+    world.settle()
+    assert [(e["node"], e["path"]) for e in world.events("bad_copy")] == [("b", "__0_0.distcp")]
+    world.settle()
+    assert path.read_bytes() == good
+
+
 def test_without_any_copy_left_and_nothing_durable_the_run_begins_again_and_is_not_refused(
     tmp_path: Path,
 ) -> None:

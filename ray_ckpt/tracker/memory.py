@@ -207,6 +207,8 @@ class RunMemory:
     def _on_restored(self, event: dict[str, Any]) -> None:
         self.kept_step = self.last_save_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
+        for tier, step in self.tier_steps.items():
+            self.tier_steps[tier] = min(step, self.kept_step)  # what is beyond is of a course that was left
         while self.norms and self.norms[-1][0] > self.kept_step:
             self.norms.pop()  # of a course that was left
 

@@ -280,17 +280,17 @@ class TierDesk:
 
     def _due(self, target: Target) -> str | None:
         """The checkpoint that is to go to a tier next."""
-        for entry in self.entries():
+        entries = [entry for entry in self.entries() if not self._hooks.is_left(entry)]
+        for entry in entries:
             name = entry.folder.name
-            if self._hooks.is_left(entry):
-                continue
-            if self._is_in(target, name):
-                return None  # nothing newer is due
-            last = self._hooks.last_step(target)
-            every = self._hooks.every_steps(target)
-            due = last is None or abs(entry.step - last) >= every
-            if target == self._first or name in self._forced or due:
+            if name in self._forced and not self._is_in(target, name):
                 return name
+        last, every = self._hooks.last_step(target), self._hooks.every_steps(target)
+        for entry in entries:
+            if self._is_in(target, entry.folder.name):
+                return None  # nothing newer is due
+            if target == self._first or last is None or entry.step - last >= every:
+                return entry.folder.name
         return None
 
     def _is_in(self, target: Target, name: str) -> bool:

@@ -12,6 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import read_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
 from ray_ckpt.checkpoint.verify import verify_files
@@ -53,6 +54,7 @@ class World:
             stack=self.stack,
             tier_steps=self.tier_steps,
             max_fruitless=100,
+            guard=GuardRule(on_nonfinite="rollback"),
         )
         return TrackerCore(facts, options, fleet=self.fleet)
 
@@ -225,6 +227,43 @@ def test_a_copy_that_rots_in_memory_is_found_by_the_scrub_and_replaced(tmp_path:
     assert [(e["node"], e["path"]) for e in world.events("bad_copy")] == [("b", "__0_0.distcp")]
     world.settle()
     assert path.read_bytes() == good
+
+
+def test_an_older_one_never_goes_to_a_slower_tier_after_a_newer_one_unless_it_must(
+    world: World,
+) -> None:
+    world.begin(NODES)
+    steps = []
+    for step in (10, 30, 35, 50, 52):
+        assert world.save(step)
+        world.settle()
+        steps = [e["step"] for e in world.events("promote")]
+    assert steps == [10, 30, 50]
+    world.tracker._places.keep("step-00000035-g1", "for a reason")
+    assert world.save(60)
+    world.tracker._places.keep("step-00000052-g1", "for a reason")
+    world.settle()
+    assert [e["step"] for e in world.events("promote")] == [10, 30, 50, 52]
+    assert [e["name"] for e in world.events("pin")] == ["step-00000052-g1"]
+
+
+def test_after_a_rollback_copies_go_on_from_where_the_run_is(world: World) -> None:
+    world.begin(NODES)
+    for step in (10, 30):
+        assert world.save(step)
+        world.settle()
+    world.tracker.trouble(world.generation, 31, "loss is nan", ())
+    world.tracker.interruption("worker_error", "it ended itself", group="g")
+    assert world.begin(NODES).plan.manifest.step == 30
+    world.tracker.restored(world.generation, 30, 0.1, "x", "y")
+    world.tracker.trouble(world.generation, 31, "loss is nan", ())
+    world.tracker.interruption("worker_error", "it ended itself", group="h")
+    assert world.begin(NODES).plan.manifest.step == 10  # one further back, which is in the durable tier alone
+    world.tracker.restored(world.generation, 10, 0.1, "x", "y")
+    for step in (15, 35):
+        assert world.save(step)
+        world.settle()
+    assert [e["step"] for e in world.events("promote")] == [10, 30, 35]
 
 
 def test_without_any_copy_left_and_nothing_durable_the_run_begins_again_and_is_not_refused(

@@ -8,6 +8,12 @@ call takes, and what the optimizer's step waits for the copy; between the two a 
 takes. The state and the files are warm: of a restore the processor's part is measured, not the disk's. ``--folder`` is
 where the files go, which decides what a write costs.
 
+Time to commit is measured twice, and each held against a raw write under the same conditions: with nothing beside it,
+and beside a computing main thread, as in training; on a machine with as many ranks as cores the second tells more of
+the cores than of the saver. The memory tier is the same saver with its files in ``/dev/shm``; its restore is what a
+holder does on one node: every byte compared, then loaded from there. A replica is a copy to another process over TCP,
+compared on the way.
+
 ``torch_checkpointing`` is compared when it is installed (``pip install torch-checkpointing``). Its restore does not
 verify, and it was asked for each rank's own tensors.
 
@@ -25,6 +31,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -36,23 +43,27 @@ import torch.distributed as dist
 from bench_savers import (
     RawCopy,
     SaverUnderTest,
+    copies_over_tcp,
     local_parts,
     make_state,
     makers,
     remove,
     restore_committed,
+    shared_memory,
 )
 
 from ray_ckpt.facts import versions
 from ray_ckpt.options import parse, run_main
 from ray_ckpt.prove.processes import free_port
 
-BLOCKING, OVERLAPPED = "ray_ckpt blocking", "ray_ckpt overlapped"
+BLOCKING, OVERLAPPED, MEMORY = "ray_ckpt blocking", "ray_ckpt overlapped", "ray_ckpt memory tier"
+COLUMNS = ("first", "stall", "commit", "beside commit", "restore", "memory", "beside")
 LIMITS = {
     "stall_blocking_over_copy": 1.3,
     "first_stall_over_steady": 1.5,
     "stall_overlapped_over_copy": 0.3,
     "commit_over_raw_write": 1.25,
+    "commit_beside_over_raw_write_beside": 1.25,
     "restore_over_copy": 3.0,
     "restore_over_best_peer": 1.0,
 }
@@ -131,8 +142,28 @@ class _Bench:
         commit = time.perf_counter() - started
         self.keep(f"{name}/{'first' if first else 'stall'}", stall)
         if not first:
-            self.keep(f"{name}/commit", commit)
+            self.keep(f"{name}/beside commit", commit)
             self.times[f"{name}/memory"].append(peak.stop())
+
+    def save_alone(self, name: str, saver: SaverUnderTest, folder: Path) -> None:
+        """One save with nothing beside it."""
+        dist.barrier()
+        started = time.perf_counter()
+        saver.begin(folder)
+        saver.step()
+        saver.wait()
+        self.keep(f"{name}/commit", time.perf_counter() - started)
+
+    def write_beside(self, path: Path) -> None:
+        """A raw write with the main thread computing, as it does beside a save."""
+        dist.barrier()
+        started = time.perf_counter()
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(self.raw.write, path)
+            while not writing.done():
+                self.compute(self.small)
+            writing.result()
+        self.keep("raw write beside", time.perf_counter() - started)
 
     def round(self, savers: dict[str, SaverUnderTest], number: int) -> None:
         self.timed("copy", self.raw)
@@ -141,16 +172,20 @@ class _Bench:
         self.timed("raw write", lambda: self.raw.write(path))
         self.timed("raw read", lambda: self.raw.read(path))
         path.unlink()
+        self.write_beside(path)
+        path.unlink()
         began = time.perf_counter()
         self.compute(self.small)
         self.times["alone"].append(time.perf_counter() - began)
         names = list(savers)
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            folder = self.folder / f"{name.replace(' ', '-')}-{number}"
+            folder = savers[name].place(self.folder, f"{name.replace(' ', '-')}-{number}")
             self.save(name, savers[name], folder, number == 0)
             if number:
                 self.restore(name, savers[name], folder)
+                remove(folder)
+                self.save_alone(name, savers[name], folder)
             remove(folder)
 
     def restore(self, name: str, saver: SaverUnderTest, folder: Path) -> None:
@@ -250,17 +285,23 @@ def run(target: Any, world: int, config: BenchConfig, folder: str) -> dict[str, 
     return dict(found)
 
 
+def replica_s(size: int) -> float:
+    """Median time of a copy of so many bytes of shared memory to another process, over TCP, compared; seconds."""
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as place:
+        return statistics.median(copies_over_tcp(Path(place), size, 3))
+
+
 def rows_of(world: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     """The table of one world: medians, seconds, and each as a multiple of one memory copy."""
     copy = statistics.median(times["copy"])
     alone = statistics.median(times["alone"])
     rows: list[dict[str, Any]] = [
         {"ranks": world, "what": name, "seconds": statistics.median(times[name])}
-        for name in ("copy", "raw write", "raw read")
+        for name in ("copy", "raw write", "raw write beside", "raw read")
     ]
     for name in sorted({key.partition("/")[0] for key in times if "/" in key}):
         row: dict[str, Any] = {"ranks": world, "what": name}
-        for column in ("first", "stall", "commit", "restore", "memory", "beside"):
+        for column in COLUMNS:
             values = times.get(f"{name}/{column}")
             row[column] = statistics.median(values) if values else None
         if row["beside"] is not None:
@@ -290,6 +331,9 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
         "first_stall_over_steady": times[f"{BLOCKING}/first"][0] / steady,
         "stall_overlapped_over_copy": over(times[f"{OVERLAPPED}/stall"], copies),
         "commit_over_raw_write": over(times[f"{BLOCKING}/commit"], writes),
+        "commit_beside_over_raw_write_beside": over(
+            times[f"{BLOCKING}/beside commit"], times["raw write beside"][1:]
+        ),
         "restore_over_copy": over(ours, copies),
         "restore_over_best_peer": statistics.median(ours) / best,
     }
@@ -297,20 +341,31 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
 
 def show(rows: list[dict[str, Any]], mib: int) -> None:
     """Prints the table."""
-    heads = ("ranks", "what", "first", "stall", "commit", "restore", "copies", "memory", "beside")
-    print(("{:>5} {:<20}" + "{:>10}" * 7).format(*heads))
+    heads = (
+        "ranks",
+        "what",
+        "first",
+        "stall",
+        "commit",
+        "beside",
+        "restore",
+        "copies",
+        "memory",
+        "steps",
+    )
+    print(("{:>5} {:<24}" + "{:>10}" * 8).format(*heads))
     for row in rows:
         if "seconds" in row:
-            print(f"{row['ranks']:>5} {row['what']:<20}{row['seconds']:>10.3f} s for {mib} MiB")
+            print(f"{row['ranks']:>5} {row['what']:<24}{row['seconds']:>10.3f} s for {mib} MiB")
             continue
         cells = [
             "" if row[c] is None else f"{row[c]:.3f} s"
-            for c in ("first", "stall", "commit", "restore")
+            for c in ("first", "stall", "commit", "beside commit", "restore")
         ]
         copies = f"{row['stall_copies']:.2f}/{row['restore_copies']:.2f}"
         beside = "" if row["beside"] is None else f"{row['beside']:.2f}x"
         cells += [copies, f"{row['memory'] / 2**20:.0f} MiB", beside]
-        print(f"{row['ranks']:>5} {row['what']:<20}" + "".join(f"{cell:>10}" for cell in cells))
+        print(f"{row['ranks']:>5} {row['what']:<24}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 def main() -> int:
@@ -329,6 +384,10 @@ def main() -> int:
         show(table, config.mib)
         resharded = statistics.median(other["restore"]) / statistics.median(other["copy"])
         rows.append({"ranks": world, "what": f"restored at {3 - world} ranks", **other})
+        if world == 1:
+            seconds = replica_s(config.mib << 20)
+            rows.append({"ranks": 1, "what": "replica to another process", "seconds": seconds})
+            print(f"replica of {config.mib} MiB over TCP, compared on the way: {seconds:.3f} s")
         print(f"saved by {world}, restored by {3 - world}: {resharded:.2f} copies of that world")
         for name, value in ratios(times).items():
             ok = value <= LIMITS[name]

@@ -159,7 +159,7 @@ def _lit_rows(path: str) -> Iterator[Any]:
 
 def _make_lit(folder: Path) -> None:
     if importlib.util.find_spec("litdata") is None:
-        raise NotInstalled("litdata is not installed: pip install 'ray-ckpt[bench]'")
+        raise NotInstalled("litdata is not installed: pip install litdata")
     if _lit_folder(folder).is_dir():
         return
     from litdata import TokensLoader, optimize

@@ -6,23 +6,29 @@ to ``wait`` until the bytes are safe, and to ``restore``. ``busy`` says whether 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
 from ray_ckpt.checkpoint.restore import load, verify_together
 from ray_ckpt.checkpoint.restore import with_rng as with_generators
@@ -30,6 +36,9 @@ from ray_ckpt.checkpoint.saver import Saver, SaveResult
 from ray_ckpt.checkpoint.staging import Stager
 from ray_ckpt.config import StagingMode
 from ray_ckpt.state.train_state import TrainState
+from ray_ckpt.tiers.depot import Depot
+from ray_ckpt.tiers.throttle import Throttle
+from ray_ckpt.tiers.wire import FileServer, fetch
 
 TENSORS = 16
 CPU = torch.device("cpu")
@@ -70,6 +79,10 @@ class SaverUnderTest(Protocol):
 
     def restore(self, folder: Path) -> None: ...
 
+    def place(self, base: Path, name: str) -> Path:
+        """Where it saves to."""
+        ...
+
 
 class Plain:
     """``dcp.save``: training stands still until all is written."""
@@ -79,6 +92,9 @@ class Plain:
 
     def begin(self, folder: Path) -> None:
         dcp_save(self.state.state_dict(), checkpoint_id=folder, process_group=self.group)
+
+    def place(self, base: Path, name: str) -> Path:
+        return base / name
 
     def step(self) -> None:
         pass
@@ -134,6 +150,9 @@ class TorchCheckpointing:
     def _items(self) -> dict[str, Any]:
         return {f"t{i:03d}": part for i, part in enumerate(local_parts(self.state))}
 
+    def place(self, base: Path, name: str) -> Path:
+        return base / name
+
     def begin(self, folder: Path) -> None:
         self.future = self.manager.save(str(folder), self._items())
 
@@ -165,6 +184,9 @@ class Ours:
 
     def _full(self) -> dict[str, Any]:
         return with_generators(self.state.state_dict(), dist.get_rank(), CPU)
+
+    def place(self, base: Path, name: str) -> Path:
+        return base / name
 
     def begin(self, folder: Path) -> None:
         self._number += 1
@@ -219,6 +241,74 @@ class Ours:
         return folder / CHECKPOINTS_DIR / checkpoint_name(step, 1)
 
 
+class OursInMemory(Ours):
+    """The same in the memory tier: files in shared memory."""
+
+    def place(self, base: Path, name: str) -> Path:
+        return Path(shared_memory()) / f"{base.name}-{name}"
+
+
+class PlainProcess(PlainAsync):
+    """``dcp.async_save`` with its writer in a process of its own."""
+
+    def begin(self, folder: Path) -> None:
+        self.future = cast(
+            "Future[Any]",
+            dcp_async_save(
+                self.state.state_dict(),
+                checkpoint_id=folder,
+                process_group=self.group,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            ),
+        )
+
+
+def shared_memory() -> str:
+    """A folder in memory."""
+    return "/dev/shm"
+
+
+def copies_over_tcp(place: Path, size: int, count: int) -> list[float]:
+    """Times of copies of a file from another process into a depot here, compared on the way, seconds."""
+    name, token = checkpoint_name(1, 1), secrets.token_bytes(32)
+    source = Depot(place / "there", sync=False)
+    data = secrets.token_bytes(1 << 20)
+    path = source.folder(name) / "file"
+    path.parent.mkdir(parents=True)
+    digest = xxhash.xxh3_128()
+    with path.open("wb") as file:
+        for _ in range(max(1, size >> 20)):
+            file.write(data)
+            digest.update(data)
+    entry = FileEntry("file", path.stat().st_size, digest.hexdigest())
+    context = multiprocessing.get_context("spawn")
+    addresses: Queue[tuple[str, int]] = context.Queue()
+    server = context.Process(target=_serve, args=(place / "there", token, addresses), daemon=True)
+    server.start()
+    try:
+        address = addresses.get(timeout=60)
+        times = []
+        for number in range(count):
+            into = Depot(place / f"here-{number}", sync=False)
+            started = time.perf_counter()
+            fetch(address, token, "memory", name, entry, into, Throttle())
+            times.append(time.perf_counter() - started)
+            shutil.rmtree(into.root)
+    finally:
+        server.kill()
+        server.join()
+    return times
+
+
+def _serve(root: Path, token: bytes, addresses: Any) -> None:
+    depot = Depot(root, sync=False)
+    with FileServer(
+        lambda tier, name, path: depot.find(name, path), host="127.0.0.1", token=token
+    ) as server:
+        addresses.put(server.address)
+        threading.Event().wait()
+
+
 def restore_committed(state: TrainState, folder: Path, group: dist.ProcessGroup) -> None:
     """Verifies every byte with all ranks, then loads."""
     from ray_ckpt.checkpoint.listing import list_checkpoints, usable
@@ -265,8 +355,10 @@ def makers(state: TrainState, group: dist.ProcessGroup) -> dict[str, Callable[[]
     found: dict[str, Callable[[], SaverUnderTest]] = {
         "dcp.save": lambda: Plain(state, group),
         "dcp.async_save": lambda: PlainAsync(state, group),
+        "dcp.async_save process": lambda: PlainProcess(state, group),
         "ray_ckpt blocking": lambda: Ours(state, group, "blocking"),
         "ray_ckpt overlapped": lambda: Ours(state, group, "overlapped"),
+        "ray_ckpt memory tier": lambda: OursInMemory(state, group, "blocking"),
     }
     try:
         import torch_checkpointing  # noqa: F401

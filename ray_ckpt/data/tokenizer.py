@@ -154,7 +154,7 @@ def _build(definition: str) -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "--tokenizer needs the `tokenizers` library, which is not installed: "
-            "pip install 'ray-ckpt[tokenizers]' (or pip install tokenizers), on every node"
+            "pip install tokenizers, on every node"
         ) from error
     tokenizer = tokenizers.Tokenizer.from_str(definition)
     # Both may be saved in the file; either would lose or invent text without a word.

@@ -55,7 +55,7 @@ def require_safetensors() -> Any:
     except ImportError as error:
         raise ConfigError(
             "reading and writing safetensors needs the package of that name: "
-            "pip install 'ray-ckpt[export]' (or safetensors itself)"
+            "pip install safetensors"
         ) from error
     return safetensors
 

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt import drill_command, export_command
+from ray_ckpt import drill_command, export_command, steer_command
 from ray_ckpt.checkpoint.drilled import Drilled
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed, usable
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, parse_checkpoint_name
@@ -118,6 +118,10 @@ def build_parser() -> argparse.ArgumentParser:
         "Restore a checkpoint as a restart would, on one CPU, and compare its loss.",
     )
     drill_command.add_arguments(drill, step_help)
+    save = add("save", steer_command.command_save, "Have a run that trains save now, and wait.")
+    stop = add("stop", steer_command.command_stop, "Have a run save, and end its job.")
+    for command in (save, stop):
+        steer_command.add_arguments(command)
     add_retention_commands(add, step_help)
     return parser
 

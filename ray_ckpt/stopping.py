@@ -1,7 +1,8 @@
-"""Stopping a run on purpose: Ctrl-C and SIGTERM save at the end of a step before they end the job.
+"""Stopping a run on purpose: Ctrl-C, SIGTERM and ``ray-ckpt stop`` save at the end of a step before they end the job.
 
 ``trainer.fit()`` runs in a thread of its own, so that the main thread, which gets the signals, is free to ask for the
-save. A second signal ends at once.
+save. A second signal ends at once. With tiers on the nodes the save is also waited for in the durable tier: the nodes
+may go with the job.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from ray_ckpt.tracker.client import RayTracker
 
 SAVE_TIMEOUT_S = 60.0
 _POLL_S = 0.1
+_ASK_S = 1.0  # between looks for a request of somebody else
 
 
 class Stopped(Exception):
-    """The run was stopped by a signal.
+    """The run was stopped on purpose.
 
     Attributes:
-        number: of the signal.
+        number: of the signal; SIGTERM's when it was asked for in another way.
     """
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+    def __init__(self, number: int, cause: str) -> None:
+        super().__init__(cause)
         self.number = number
 
 
 def fit_until_stopped(fit: Callable[[], Any], tracker: RayTracker) -> None:
-    """Calls ``fit()``; on SIGINT or SIGTERM asks for a save, waits for it, and raises :class:`Stopped`.
+    """Calls ``fit()``; on SIGINT or SIGTERM, or when somebody asked the tracker for it, saves and raises `Stopped`.
 
     Outside the main thread signals cannot be caught, and ``fit()`` is simply called.
     """
@@ -59,11 +61,16 @@ def fit_until_stopped(fit: Callable[[], Any], tracker: RayTracker) -> None:
     thread = threading.Thread(target=work, name="fit", daemon=True)
     try:
         thread.start()
-        while thread.is_alive() and not signals:
+        cause, asked_s = "", time.monotonic()
+        while thread.is_alive() and not signals and not cause:
             thread.join(_POLL_S)
+            if time.monotonic() - asked_s >= _ASK_S:
+                cause, asked_s = _asked(tracker), time.monotonic()
         if thread.is_alive():
-            _save_and_note(tracker, signals, thread)
-            raise Stopped(signals[0])
+            number = signals[0] if signals else signal.SIGTERM
+            cause = cause or signal.Signals(number).name
+            _save_and_note(tracker, cause, lambda: len(signals) < 2 and thread.is_alive())
+            raise Stopped(number, cause)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -71,22 +78,47 @@ def fit_until_stopped(fit: Callable[[], Any], tracker: RayTracker) -> None:
         raise errors[0]
 
 
-def _save_and_note(tracker: RayTracker, signals: list[int], thread: threading.Thread) -> None:
-    name = signal.Signals(signals[0]).name
+def _asked(tracker: RayTracker) -> str:
+    """Why somebody wants the run to stop; empty when nobody does."""
+    try:
+        return str(tracker.call("status")["stop_request"])
+    except (RayCkptError, RayError):
+        return ""  # it restarts, or the run ends: the trainer will say so
+
+
+def _save_and_note(tracker: RayTracker, cause: str, going_on: Callable[[], bool]) -> None:
     print(
-        f"\n{name}: saving at the end of this step, then stopping (again to stop at once)",
+        f"\n{cause}: saving at the end of this step, then stopping (a signal more stops at once)",
         flush=True,
     )
+    deadline = time.monotonic() + SAVE_TIMEOUT_S
+
+    def waiting() -> bool:
+        time.sleep(_POLL_S)
+        return time.monotonic() < deadline and going_on()
+
     try:
         status = tracker.call("status")
-        if status["attempt_open"]:
-            before = status["saves_settled"]
-            tracker.call("request_save", reason=f"the job got {name}", hold_s=SAVE_TIMEOUT_S)
-            deadline = time.monotonic() + SAVE_TIMEOUT_S
-            while time.monotonic() < deadline and len(signals) == 1 and thread.is_alive():
-                if tracker.call("status")["saves_settled"] > before:
-                    break
-                time.sleep(_POLL_S)
-            tracker.call("interruption", kind="user_stop", cause=f"the job got {name}")
+        if not status["attempt_open"]:
+            return
+        before = status["saves_settled"]
+        tracker.call("request_save", reason=f"the job got {cause}", hold_s=SAVE_TIMEOUT_S)
+        while waiting():
+            status = tracker.call("status")
+            if status["saves_settled"] > before:
+                break
+        if status["saves_settled"] > before and status["last_commit_step"] is not None:
+            _wait_until_durable(tracker, status, waiting)
+        tracker.call("interruption", kind="user_stop", cause=f"the job got {cause}")
     except (RayCkptError, RayError) as error:
         print(f"no save before the stop: {error}", flush=True)
+
+
+def _wait_until_durable(
+    tracker: RayTracker, status: dict[str, Any], waiting: Callable[[], bool]
+) -> None:
+    at = {"generation": status["generation"], "step": status["last_commit_step"]}
+    while problem := tracker.call("durable", **at):
+        if not waiting():
+            print(f"step {at['step']} is on the nodes alone: {problem}", flush=True)
+            return

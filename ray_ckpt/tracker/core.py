@@ -574,6 +574,14 @@ class TrackerCore:
         self._record("save_requested", reason=reason, number=number, hold_s=hold_s)
         return number
 
+    def request_stop(self, reason: str) -> None:
+        """Asks the driver to save at the end of a step and to end the job; the same command goes on later.
+
+        Args:
+            reason: who wants it, in words.
+        """
+        self._record("stop_requested", reason=reason)
+
     # ---- keeping --------------------------------------------------------------------------------
 
     def pin(self, name: str, reason: str, author: str = "ray_ckpt") -> None:
@@ -607,6 +615,7 @@ class TrackerCore:
         return {
             "run": self._facts.run,
             "attempt_open": memory.attempt_open,
+            "stop_request": memory.stop_request,
             "generation": memory.generation,
             "segment": self._segments.newest.number,
             "world_size": memory.world_size,

@@ -61,6 +61,7 @@ class RunMemory:
         last_group: worker group whose end was told last, empty when it was not named.
         last_end: how that was, in words.
         save_requests: number of the newest request for a save, 0 before the first.
+        stop_request: why somebody wants the present job to end, empty when nobody does.
         hold_s: how long the workers wait after the save of that request, seconds.
         verified: checkpoints whose bytes in the durable tier were all read and compared after their commit.
         read_at: checkpoint to when that was last tried, seconds since the epoch.
@@ -110,6 +111,7 @@ class RunMemory:
     last_group: str = ""
     last_end: str = ""
     save_requests: int = 0
+    stop_request: str = ""
     hold_s: float = 0.0
     verified: set[str] = field(default_factory=set)
     read_at: dict[str, float] = field(default_factory=dict)
@@ -208,7 +210,9 @@ class RunMemory:
         self.kept_step = self.last_save_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
         for tier, step in self.tier_steps.items():
-            self.tier_steps[tier] = min(step, self.kept_step)  # what is beyond is of a course that was left
+            self.tier_steps[tier] = min(
+                step, self.kept_step
+            )  # what is beyond is of a course that was left
         while self.norms and self.norms[-1][0] > self.kept_step:
             self.norms.pop()  # of a course that was left
 
@@ -220,6 +224,8 @@ class RunMemory:
         elif kind not in PLANNED:
             self.fruitless += 1
         self.attempt_open = False
+        if kind in ("user_stop", "lost"):
+            self.stop_request = ""  # that job has ended
         self.interruptions[kind] += 1
         self.lost_steps += lost
         self.kept_step = step - lost
@@ -233,6 +239,9 @@ class RunMemory:
     def _on_save_requested(self, event: dict[str, Any]) -> None:
         self.save_requests = max(self.save_requests, int(event["number"]))
         self.hold_s = float(event.get("hold_s", 0.0))
+
+    def _on_stop_requested(self, event: dict[str, Any]) -> None:
+        self.stop_request = str(event["reason"])
 
     def _on_commit(self, event: dict[str, Any]) -> None:
         step = int(event["step"])
@@ -300,6 +309,7 @@ class RunMemory:
 
     def _on_finished(self, event: dict[str, Any]) -> None:
         self.attempt_open = False
+        self.stop_request = ""
         self.fruitless = 0
         self.finished_step = self.kept_step = int(event["step"])
         self._expose(event)

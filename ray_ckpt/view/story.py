@@ -120,6 +120,10 @@ def _save_requested(e: dict[str, Any]) -> str:
     return f"a save at the next step was asked for: {e['reason']}"
 
 
+def _stop_requested(e: dict[str, Any]) -> str:
+    return f"a save and the end of the job were asked for: {e['reason']}"
+
+
 def _segment(e: dict[str, Any]) -> str:
     changed = "; ".join(f"{k} {v['old']} -> {v['new']}" for k, v in e["changed"].items())
     return (
@@ -182,6 +186,7 @@ _TELLERS = {
     "bad_copy": _bad_copy,
     "save_failed": _save_failed,
     "save_requested": _save_requested,
+    "stop_requested": _stop_requested,
     "quarantine": _quarantine,
     "trouble": _trouble,
     "skipped": _skipped,

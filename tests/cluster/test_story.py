@@ -96,6 +96,22 @@ def look_at_the_dashboard(cluster: LocalCluster) -> None:
     assert gauges | {"ray_ckpt_commits_total"} <= set(found["metrics"])
 
 
+def ask(cluster: LocalCluster, command: str, run: str) -> dict[str, Any]:
+    """`ray-ckpt save` or `stop`, as a person calls it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ray_ckpt", command, run, "--json", "--timeout-s", "60"],
+        env=cluster.client_environ(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def test_three_then_two_then_three_workers(tmp_path: Path) -> None:
     data, run_dir = tmp_path / "data", tmp_path / "runs" / "story"
     make_data(data, [64] * 60, seq_len=33, vocab=257)
@@ -124,6 +140,7 @@ def test_three_then_two_then_three_workers(tmp_path: Path) -> None:
 
         wait("start with 3", lambda row: row["world_size"] == 3 and row["step"] >= 45)
         look_at_the_dashboard(cluster)
+        saved = ask(cluster, "save", "story")
         killed = time.monotonic()
         cluster.kill("node1")
         wait("step with 2", lambda row: row["world_size"] == 2)
@@ -143,6 +160,8 @@ def test_three_then_two_then_three_workers(tmp_path: Path) -> None:
     events = read(run_dir / "journal.jsonl")
     ends = [event for event in events if event["event"] == "interruption"]
     assert [end["kind"] for end in ends] == ["node_loss", "resize"]
+    assert saved["step"] in {e["step"] for e in events if e["event"] == "commit"}
+    assert any("asked for it" in e["reason"] for e in events if e["event"] == "save_requested")
     assert "node1" in ends[0]["cause"]
     assert ends[0]["lost_steps"] <= 21
     assert ends[1]["lost_steps"] == 0, "growing is planned"

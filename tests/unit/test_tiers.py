@@ -258,7 +258,9 @@ def test_after_a_rollback_copies_go_on_from_where_the_run_is(world: World) -> No
     world.tracker.restored(world.generation, 30, 0.1, "x", "y")
     world.tracker.trouble(world.generation, 31, "loss is nan", ())
     world.tracker.interruption("worker_error", "it ended itself", group="h")
-    assert world.begin(NODES).plan.manifest.step == 10  # one further back, which is in the durable tier alone
+    assert (
+        world.begin(NODES).plan.manifest.step == 10
+    )  # one further back, which is in the durable tier alone
     world.tracker.restored(world.generation, 10, 0.1, "x", "y")
     for step in (15, 35):
         assert world.save(step)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT_SESSIONS = 5  # folders of ended jobs that are kept for their logs
+_PORT_VARIABLE = "RAY_GCS_SERVER_PORT"
 GRACE_S = 5.0  # Ray's own shutdown gets this long before the watchdog helps
 
 
@@ -46,14 +47,18 @@ def cluster(num_cpus: int) -> Iterator[Any]:
     folder = _session_folder()
     watchdog = _start_watchdog(folder)
     try:
-        context = ray.init(
-            address="local",
-            num_cpus=max(num_cpus, os.cpu_count() or 1),
-            include_dashboard=True,
-            dashboard_port=0 if _port_taken(8265) else 8265,
-            _temp_dir=str(folder),
-            **quiet,
-        )
+        with _known_port() as port:
+            context = ray.init(
+                address="local",
+                num_cpus=max(num_cpus, os.cpu_count() or 1),
+                include_dashboard=True,
+                dashboard_port=0 if _port_taken(8265) else 8265,
+                _temp_dir=str(folder),
+                # What looks for "the" Ray from inside, as Ray Train's own cleaner does, finds this one also where
+                # the machine has others. A Ray that is started inside it must have another port.
+                runtime_env={"env_vars": {"RAY_ADDRESS": f"127.0.0.1:{port}", _PORT_VARIABLE: ""}},
+                **quiet,
+            )
         yield context
     finally:
         ray.shutdown()
@@ -61,6 +66,26 @@ def cluster(num_cpus: int) -> Iterator[Any]:
         watchdog.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             watchdog.wait(timeout=4 * GRACE_S)
+
+
+@contextmanager
+def _known_port() -> Iterator[int]:
+    """A free port, at which the Ray that is started in the block is reached; no other Ray gets it from us."""
+    port = next(port for port in iter(_random_port, None) if not _port_taken(port))
+    before = os.environ.get(_PORT_VARIABLE)
+    os.environ[_PORT_VARIABLE] = str(port)
+    try:
+        yield port
+    finally:
+        if before is None:
+            del os.environ[_PORT_VARIABLE]
+        else:
+            os.environ[_PORT_VARIABLE] = before
+
+
+def _random_port() -> int:
+    # Below the ports that outgoing connections are given, above those of Ray's workers: nobody takes it meanwhile.
+    return 20_000 + secrets.randbelow(12_000)
 
 
 def _root() -> Path:

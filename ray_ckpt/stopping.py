@@ -68,9 +68,9 @@ def fit_until_stopped(fit: Callable[[], Any], tracker: RayTracker) -> None:
                 cause, asked_s = _asked(tracker), time.monotonic()
         if thread.is_alive():
             number = signals[0] if signals else signal.SIGTERM
-            cause = cause or signal.Signals(number).name
+            cause = cause or f"the job got {signal.Signals(number).name}"
             _save_and_note(tracker, cause, lambda: len(signals) < 2 and thread.is_alive())
-            raise Stopped(number, cause)
+            raise Stopped(number, cause.removeprefix("the job got "))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -102,14 +102,14 @@ def _save_and_note(tracker: RayTracker, cause: str, going_on: Callable[[], bool]
         if not status["attempt_open"]:
             return
         before = status["saves_settled"]
-        tracker.call("request_save", reason=f"the job got {cause}", hold_s=SAVE_TIMEOUT_S)
+        tracker.call("request_save", reason=cause, hold_s=SAVE_TIMEOUT_S)
         while waiting():
             status = tracker.call("status")
             if status["saves_settled"] > before:
                 break
         if status["saves_settled"] > before and status["last_commit_step"] is not None:
             _wait_until_durable(tracker, status, waiting)
-        tracker.call("interruption", kind="user_stop", cause=f"the job got {cause}")
+        tracker.call("interruption", kind="user_stop", cause=cause)
     except (RayCkptError, RayError) as error:
         print(f"no save before the stop: {error}", flush=True)
 

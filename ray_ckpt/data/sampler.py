@@ -18,7 +18,8 @@ what was trained.
 Inside a step the ranks have done different parts of a global batch, and no global offset says so: such
 a state is good for the same world size only.
 
-It is for one source of data: rows of a mixture are not indices of one dataset.
+Of a mixture (:class:`ray_ckpt.data.mixture.MixedOrder`) the indices are those of
+``torch.utils.data.ConcatDataset`` over the sources' datasets, in the order of the mixture.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from ray_ckpt.data.mixture import MixedOrder, Order
 from ray_ckpt.data.order import GlobalOrder, Int64s
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.errors import ConfigError
@@ -68,7 +70,8 @@ class GlobalOrderSampler:
     """Batches of row ids: the micro-batches of one rank in the global order.
 
     Args:
-        order: the global order; its row ids are the dataset's indices.
+        order: the global order; its row ids are the dataset's indices, those of a mixture an index of all datasets
+            one after another.
         plan: this rank's share.
         sample_offset: samples that the run has trained on, a multiple of the global batch.
         stop_step: the run's last step, exclusive; None goes on without end, epoch after epoch.
@@ -79,7 +82,7 @@ class GlobalOrderSampler:
 
     def __init__(
         self,
-        order: GlobalOrder,
+        order: Order,
         plan: BatchPlan,
         *,
         sample_offset: int = 0,
@@ -205,24 +208,63 @@ def _find(state: object, since: int = 0) -> dict[str, Any] | None:
     return next((item for item in found if item is not None), None)
 
 
-def _stream_batches(order: GlobalOrder, stream: int, step: int) -> Iterator[Int64s]:
-    """Row ids of a stream's micro-batches, from a step on, without end."""
+def _stream_batches(order: Order, stream: int, step: int) -> Iterator[Int64s]:
+    """Indices of a stream's micro-batches, from a step on, without end."""
     b = order.micro_batch
-    epoch, offset = divmod(step * b, order.stream_rows)
-    held: list[Int64s] = []
-    count = 0
+    if isinstance(order, MixedOrder):
+        yield from _mixed_batches(order, stream, step * b)
+        return
+    rows = _Rows(order, stream, step * b)
     while True:
-        span = order.span_at(epoch, stream, offset)
-        rows = order.span_rows(span)[1][offset - span.offset :]
-        while count + len(rows) >= b:
-            yield np.concatenate([*held, rows[: b - count]])
-            rows, held, count = rows[b - count :], [], 0
-        if len(rows):
-            held.append(rows)
-            count += len(rows)
-        offset = span.offset + span.num_rows
-        if offset == order.stream_rows:
-            epoch, offset = epoch + 1, 0
+        yield rows.take(b)
+
+
+def _mixed_batches(order: MixedOrder, stream: int, row: int) -> Iterator[Int64s]:
+    """The same for a mixture, from a row of the stream on: each source gives its next rows where it is its turn."""
+    b = order.micro_batch
+    firsts = order.rows_before(stream, row)
+    sources = [_Rows(part, stream, first) for part, first in zip(order.parts, firsts, strict=True)]
+    starts = np.cumsum([0, *(part.num_rows for part in order.parts[:-1])])
+    while True:
+        turns = order.sources_of(stream, row, row + b)
+        batch = np.empty(b, dtype=np.int64)
+        for source in np.unique(turns):
+            mine = turns == source
+            batch[mine] = starts[source] + sources[source].take(int(mine.sum()))
+        row += b
+        yield batch
+
+
+class _Rows:
+    """Row ids of one source's stream, one after another, epoch after epoch.
+
+    Args:
+        order: of the source.
+        stream: of it.
+        row: of the stream, since the run began.
+    """
+
+    def __init__(self, order: GlobalOrder, stream: int, row: int) -> None:
+        self._order, self._stream = order, stream
+        self._epoch, self._offset = divmod(row, order.stream_rows)
+        self._held = np.empty(0, dtype=np.int64)
+
+    def take(self, count: int) -> Int64s:
+        """The next rows."""
+        parts = [self._held]
+        held = len(self._held)
+        while held < count:
+            order = self._order
+            span = order.span_at(self._epoch, self._stream, self._offset)
+            rows = order.span_rows(span)[1][self._offset - span.offset :]
+            parts.append(rows)
+            held += len(rows)
+            self._offset = span.offset + span.num_rows
+            if self._offset == order.stream_rows:
+                self._epoch, self._offset = self._epoch + 1, 0
+        found = np.concatenate(parts)
+        self._held = found[count:]
+        return found[:count]
 
 
 def _whole_steps(sample_offset: int, global_batch: int) -> int:
@@ -235,14 +277,18 @@ def _whole_steps(sample_offset: int, global_batch: int) -> int:
     return step
 
 
-def _name(order: GlobalOrder) -> str:
+def _name(order: Order) -> str:
+    if isinstance(order, MixedOrder):
+        weights = " ".join(map(str, order.weights))
+        parts = "; ".join(map(_name, order.parts))
+        return f"mixture {weights}, micro-batch {order.micro_batch}, seed {order.seed}, of: {parts}"
     return (
         f"rows {order.num_rows} in {len(order.row_group_sizes)} groups, global batch {order.global_batch}, "
         f"micro-batch {order.micro_batch}, seed {order.seed}, window {order.window_groups}"
     )
 
 
-def _check_order(state: SamplerState, order: GlobalOrder) -> None:
+def _check_order(state: SamplerState, order: Order) -> None:
     if state.order != _name(order):
         raise ConfigError(
             f"the loader's state is of another order ({state.order}), this one is {_name(order)}: the rows "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ray_ckpt.data import GlobalOrderSampler, sample_offset
+from ray_ckpt.data.mixture import Order, mixed_order, split_ids
 from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.errors import ConfigError
@@ -52,7 +54,7 @@ def joined(parts: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(parts))
 
 
-def by_step(order: GlobalOrder, worlds: list[tuple[int, int, int]]) -> list[list[int]]:
+def by_step(order: Order, worlds: list[tuple[int, int, int]]) -> list[list[int]]:
     """Rows of each global batch, from (world size, first step, last step) one after the other."""
     steps = []
     for world_size, start, stop in worlds:
@@ -86,6 +88,40 @@ def test_any_history_of_worlds_is_the_global_order(groups, start, parts, window)
         worlds.append((world_size, at, at + steps))
         at += steps
     assert by_step(order, worlds) == expected(order, start, at)
+
+
+SIZES = ([7, 0, 12, 5], [30, 4], [11, 9, 2])
+MIXTURE = mixed_order(
+    [np.array(sizes, dtype=np.int64) for sizes in SIZES],
+    names=["web", "code", "books"],
+    weights=[5, 2, 1],
+    global_batch=G,
+    micro_batch=B,
+    seed=4,
+    window_groups=2,
+)
+
+
+def test_indices_of_a_mixture_are_those_of_its_datasets_one_after_another() -> None:
+    """In any world, from any offset, over many epochs of the smallest source."""
+    starts = np.cumsum([0, *(sum(sizes) for sizes in SIZES[:-1])])
+    sources, rows = split_ids(MIXTURE.rows_at(np.arange(40 * G)))
+    wanted = (starts[sources] + rows).reshape(40, G).tolist()
+    for worlds in ([(1, 0, 40)], [(2, 0, 13), (5, 13, 14), (3, 14, 40)], [(3, 7, 40)]):
+        first = worlds[0][1]
+        steps = by_step(MIXTURE, worlds)
+        assert [sorted(step) for step in steps] == [sorted(step) for step in wanted[first:]]
+        if worlds[0][0] == 1:
+            assert steps == wanted[first:]
+
+
+def test_a_state_of_a_mixture_is_not_for_another_one() -> None:
+    iterator = iter(GlobalOrderSampler(MIXTURE, plan()))
+    next(iterator)
+    state = iterator.state_dict()
+    other = dataclasses.replace(MIXTURE, weights=(4, 3, 1))
+    with pytest.raises(ConfigError, match="another order"):
+        iter(GlobalOrderSampler(other, plan())).load_state_dict(state)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

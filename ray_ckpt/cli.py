@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt import drill_command, export_command
+from ray_ckpt import drill_command, export_command, goodput_command, plan_command
 from ray_ckpt.checkpoint.drilled import Drilled
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed, usable
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, parse_checkpoint_name
@@ -118,6 +118,8 @@ def build_parser() -> argparse.ArgumentParser:
         "Restore a checkpoint as a restart would, on one CPU, and compare its loss.",
     )
     drill_command.add_arguments(drill, step_help)
+    goodput_command.add_command(add)
+    plan_command.add_command(commands, layout)
     add_retention_commands(add, step_help)
     return parser
 

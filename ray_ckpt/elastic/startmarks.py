@@ -45,7 +45,7 @@ class StartMarks:
         now = self._monotonic()
         asked = now if self._asked is None else self._asked
         wished = asked if self._wished is None else self._wished
-        workers = asked if self._workers is None else self._workers
+        workers = now if self._workers is None else self._workers
         self._wished = self._asked = self._workers = None
         return {
             "asked_ago_s": now - asked,

@@ -19,7 +19,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt import drill_command, export_command, goodput_command, plan_command
+from ray_ckpt import (
+    drill_command,
+    export_command,
+    goodput_command,
+    interruptions_command,
+    plan_command,
+)
 from ray_ckpt.checkpoint.drilled import Drilled
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed, usable
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, parse_checkpoint_name
@@ -119,6 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     drill_command.add_arguments(drill, step_help)
     goodput_command.add_command(add)
+    interruptions_command.add_command(add)
     plan_command.add_command(commands, layout)
     add_retention_commands(add, step_help)
     return parser

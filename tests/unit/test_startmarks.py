@@ -1,4 +1,4 @@
-"""The way to a worker group: waiting for room is told apart from starting, and each way counts from its own beginning."""
+"""The way to a worker group: waiting for room is told apart from starting; each way counts from its own beginning."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Works on a storage path, or the address of an object store, without Ray and (but for `export` and `drill`) without
 torch, so it answers at once, on any machine that sees the storage, also while the run goes on. The commands here
 change nothing in a run; those that pin and delete are in :mod:`ray_ckpt.cli_retention`, and `drill` writes its
-outcome beside the manifest.
+outcome beside the manifest. `plan` is about no run at all.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     }
     parser = argparse.ArgumentParser(
         prog="ray-ckpt",
-        description="Look at the checkpoints of a run, prove them, pin them, delete the old ones.",
+        description="Look at the checkpoints of a run, prove them, pin them, delete the old ones; see where its time went.",
         **layout,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -41,12 +41,17 @@ from typing import Any
 
 from ray_ckpt.policy.audit import audit
 from ray_ckpt.tracker.buckets import Book, Ledger
+from ray_ckpt.tracker.lost_steps import LOST, LostSteps
 from ray_ckpt.tracker.memory import PLANNED, RunMemory
 from ray_ckpt.tracker.paces import Paces
-from ray_ckpt.tracker.timeline import Mark, StepSpan, place_marks, place_steps
-
-# What ended the attempt before, when no one told: the job died.
-LOST = "lost"
+from ray_ckpt.tracker.timeline import (
+    Mark,
+    StepSpan,
+    attempts_of,
+    place_marks,
+    place_steps,
+    submit_of,
+)
 
 Parts = list[tuple[str, float]]
 
@@ -107,7 +112,7 @@ class _Fold:
     def __init__(self, marks: Sequence[Mark], steps: Mapping[int, Sequence[StepSpan]]) -> None:
         self._marks, self._steps = marks, steps
         self._paces = Paces(steps, marks)
-        self._lost = _LostSteps(marks)
+        self._lost = LostSteps(marks)
         saves = {(m.generation, m.event.get("step")): m for m in marks if m.kind == "commit"}
         self._validation_s = {key: mark.number("validation_s") for key, mark in saves.items()}
         self._stall_s = {key: mark.number("stall_s") for key, mark in saves.items()}
@@ -122,7 +127,7 @@ class _Fold:
         self._open = "start"
         self._is_known = False  # whether what happens up to the next attempt is told
         self._guessed = False  # whether nobody has told yet how the last attempt ended
-        self._coming = _coming(marks)
+        self._coming = attempts_of(marks)
         for index, mark in enumerate(marks):
             self._attempt = self._coming[index]
             getattr(self, f"_on_{mark.kind}", lambda *_: None)(index, mark)
@@ -135,7 +140,7 @@ class _Fold:
     # ---- between attempts -----------------------------------------------------------------------
 
     def _on_tracker_started(self, index: int, mark: Mark) -> None:
-        submit = _submit(self._marks, index)
+        submit = submit_of(self._marks, index)
         if submit is None:
             return  # the tracker died, and not its job
         if index:
@@ -290,66 +295,7 @@ class _Fold:
             if mark.kind in ("interruption", "finished", "attempt_started"):
                 return mark.t
             if mark.kind == "tracker_started":
-                submit = _submit(self._marks, at)
+                submit = submit_of(self._marks, at)
                 if submit is not None:
                     return submit
         return math.inf
-
-
-class _LostSteps:
-    """Which steps were lost: later attempts began before them.
-
-    Args:
-        marks: of the run.
-    """
-
-    def __init__(self, marks: Sequence[Mark]) -> None:
-        cuts: list[tuple[int, int, str]] = []
-        kind, waiting = LOST, []
-        for index, mark in enumerate(marks):
-            if mark.kind == "interruption":
-                kind = str(mark.event.get("kind"))
-                kept = mark.number("step") - mark.number("lost_steps")
-                waiting.append((index, int(kept), kind))  # as long as nothing was restored after it
-            elif mark.kind == "restored":
-                cuts.append((index, int(mark.number("step")), kind))
-                waiting.clear()
-        self._cuts = cuts + waiting
-
-    def after(self, index: int) -> list[tuple[int, str]]:
-        """Where the attempts after a mark began, as far as that is before those in between; and why they had to."""
-        found: list[tuple[int, str]] = []
-        for at, step, kind in self._cuts:
-            if at > index and (not found or step < found[-1][0]):
-                found.append((step, kind))
-        return found
-
-
-def _submit(marks: Sequence[Mark], index: int) -> float | None:
-    """When the job was submitted whose tracker starts here; None when it was only the tracker that died."""
-    mark = marks[index]
-    if "submitted_ago_s" in mark.event:
-        submit = mark.t - mark.number("submitted_ago_s")
-        before = next((m for m in reversed(marks[:index]) if m.kind == "tracker_started"), None)
-        return submit if before is None or submit > before.t else None
-    # A tracker from before that was told: a new job has a new attempt.
-    after = next((m.kind for m in marks[index + 1 :] if m.kind != "decision"), "")
-    return mark.t if not index or after in ("attempt_started", "interruption") else None
-
-
-def _coming(marks: Sequence[Mark]) -> list[int]:
-    """For each mark the attempt that its time belongs to: the present one, or the next on the way there."""
-    found = [0] * len(marks)
-    coming = max((mark.generation for mark in marks), default=0)
-    on_the_way = False
-    for index in range(len(marks) - 1, -1, -1):
-        mark = marks[index]
-        if mark.kind == "attempt_started":
-            coming, on_the_way = mark.generation, True
-        elif mark.kind in ("restored", "finished") or (
-            # One without a group's name is told by the attempt that comes, when the way to it is nearly over.
-            mark.kind == "interruption" and mark.event.get("group")
-        ):
-            on_the_way = False
-        found[index] = coming if on_the_way else mark.generation
-    return found

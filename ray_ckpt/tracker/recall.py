@@ -30,6 +30,4 @@ def read_ledger(run_dir: Path) -> Ledger | None:
     Raises:
         StorageError: its journal or its step lines cannot be read.
     """
-    # In this order: of a run that lives, the journal must know every attempt whose lines are read.
-    lines = list(read_lines(run_dir / STEPS_NAME))
-    return make_ledger(read_lines(run_dir / JOURNAL_NAME), lines)
+    return make_ledger(read_lines(run_dir / JOURNAL_NAME), read_lines(run_dir / STEPS_NAME))

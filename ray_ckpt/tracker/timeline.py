@@ -148,3 +148,33 @@ def _when(line: Mapping[str, Any], anchor: Mark) -> float | None:
         if found is not None and start is not None:
             return anchor.t + found - start
     return None
+
+
+def submit_of(marks: Sequence[Mark], index: int) -> float | None:
+    """When the job was submitted whose tracker starts here; None when it was only the tracker that died."""
+    mark = marks[index]
+    if "submitted_ago_s" in mark.event:
+        submit = mark.t - mark.number("submitted_ago_s")
+        before = next((m for m in reversed(marks[:index]) if m.kind == "tracker_started"), None)
+        return submit if before is None or submit > before.t else None
+    # A tracker from before that was told: a new job has a new attempt.
+    after = next((m.kind for m in marks[index + 1 :] if m.kind != "decision"), "")
+    return mark.t if not index or after in ("attempt_started", "interruption") else None
+
+
+def attempts_of(marks: Sequence[Mark]) -> list[int]:
+    """For each mark the attempt that its time belongs to: the present one, or the next on the way there."""
+    found = [0] * len(marks)
+    coming = max((mark.generation for mark in marks), default=0)
+    on_the_way = False
+    for index in range(len(marks) - 1, -1, -1):
+        mark = marks[index]
+        if mark.kind == "attempt_started":
+            coming, on_the_way = mark.generation, True
+        elif mark.kind in ("restored", "finished") or (
+            # One without a group's name is told by the attempt that comes, when the way to it is nearly over.
+            mark.kind == "interruption" and mark.event.get("group")
+        ):
+            on_the_way = False
+        found[index] = coming if on_the_way else mark.generation
+    return found

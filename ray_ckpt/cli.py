@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     }
     parser = argparse.ArgumentParser(
         prog="ray-ckpt",
-        description="Look at the checkpoints of a run, prove them, pin them, delete the old ones; see where its time went.",
+        description="Look at the checkpoints of a run, prove them, pin them, delete the old ones; see where time went.",
         **layout,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -467,3 +469,16 @@ def test_the_command_tells_people(folder, capsys):
         assert words in out
     assert "2023-" in out
     assert cli.main(["goodput", str(run.parent)]) == 2
+
+
+def test_the_new_commands_answer_without_ray_torch_or_numpy(folder):
+    _, run = folder
+    plan = ["plan", "--mtbf", "3h", "--stall", "1m", "--restart", "1m"]
+    code = (
+        "import sys; from ray_ckpt import cli;"
+        f"codes = [cli.main(a) for a in (['goodput', {str(run)!r}], ['interruptions', {str(run)!r}], {plan!r})];"
+        "found = {'ray', 'torch', 'pyarrow', 'numpy'} & sys.modules.keys();"
+        "sys.exit(str(found or codes) if found or any(codes) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

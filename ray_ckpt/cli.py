@@ -3,7 +3,7 @@
 Works on a storage path, or the address of an object store, without Ray and (but for `export` and `drill`) without
 torch, so it answers at once, on any machine that sees the storage, also while the run goes on. The commands here
 change nothing in a run; those that pin and delete are in :mod:`ray_ckpt.cli_retention`, and `drill` writes its
-outcome beside the manifest.
+outcome beside the manifest. `plan` is about no run at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt import drill_command, export_command, steer_command
+from ray_ckpt import (
+    drill_command,
+    export_command,
+    goodput_command,
+    interruptions_command,
+    plan_command,
+    steer_command,
+)
 from ray_ckpt.checkpoint.drilled import Drilled
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed, usable
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, parse_checkpoint_name
@@ -79,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     }
     parser = argparse.ArgumentParser(
         prog="ray-ckpt",
-        description="Look at the checkpoints of a run, prove them, pin them, delete the old ones.",
+        description="Look at the checkpoints of a run, prove them, pin them, delete the old ones; see where time went.",
         **layout,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -122,6 +129,9 @@ def build_parser() -> argparse.ArgumentParser:
     stop = add("stop", steer_command.command_stop, "Have a run save, and end its job.")
     for command in (save, stop):
         steer_command.add_arguments(command)
+    goodput_command.add_command(add)
+    interruptions_command.add_command(add)
+    plan_command.add_command(commands, layout)
     add_retention_commands(add, step_help)
     return parser
 

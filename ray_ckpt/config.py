@@ -77,6 +77,8 @@ class PolicyConfig:
     """Failures that come with the workers, in 1,000 days of one; believed until some are seen."""
     prior_weight: float = 1.0
     """How many seen failures each of the two beliefs is worth."""
+    history: str = ""
+    """File of failures seen before this run, on any cluster like this one; `ray-ckpt interruptions import` makes it."""
 
     def __post_init__(self) -> None:
         try:

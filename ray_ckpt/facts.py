@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.permute import mix
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.initial import INIT_FROM, initial_weights
+from ray_ckpt.policy.belief import Seen
+from ray_ckpt.policy.history import history_from_json
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
@@ -80,6 +83,7 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
             f"--seq-len {index.seq_len}, or prepare the data again with jobs/prepare.py."
         )
     order_of(index, config)  # refuses data that is less than a global batch
+    _history(config.policy.history)
     names = {
         "--global-batch": config.global_batch,
         "--micro-batch": config.micro_batch,
@@ -135,6 +139,7 @@ def tracker_options(config: Config) -> TrackerOptions:
         prior_mtbf_s=config.policy.prior_mtbf_s,
         prior_per_1000_worker_days=config.policy.prior_per_1000_worker_days,
         prior_weight=config.policy.prior_weight,
+        history=_history(config.policy.history),
         max_fruitless=config.elastic.max_fruitless_attempts,
         retention=config.retention.rules(),
         guard=config.guard.rule(),
@@ -144,6 +149,17 @@ def tracker_options(config: Config) -> TrackerOptions:
             "durable": config.tiers.durable_every_steps,
         },
     )
+
+
+def _history(path: str) -> tuple[Seen, ...]:
+    if not path:
+        return ()
+    try:
+        return history_from_json(json.loads(Path(path).expanduser().read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--policy.history {path}: {error}. Make it with: ray-ckpt interruptions import FILE.csv"
+        ) from error
 
 
 def versions() -> dict[str, str]:

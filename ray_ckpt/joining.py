@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ray_ckpt.clocks import submitted
 from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import check_run, tracker_options
@@ -95,7 +96,7 @@ def _attach_alone(config: Config) -> Session:
         facts = check_run(config, {})
         lock = RunLock(config.run_dir)
         core = TrackerCore(facts, tracker_options(config), aside=Thread("housekeeping"))
-        core.announce()
+        core.announce(submitted())
         tracker = LocalTracker(core, lock)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")

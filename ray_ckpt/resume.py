@@ -125,6 +125,7 @@ def resume(
         seconds=time.monotonic() - started,
         source=plan.name if plan else "",
         reason=plan.reason if plan else _beginning(config),
+        worker_monotonic=time.monotonic(),
     )
     return replace(attempt, segment=segment, skips=_skips(attempt, plan, segment))
 

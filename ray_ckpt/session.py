@@ -110,7 +110,7 @@ class Session:
         ] = {}  # of saves that Ray Train was not told of
         self._prepared_bytes = 0
         self._seen = time.monotonic()
-        self._data_wait_s = 0.0
+        self._data_wait_s = self._between_s = 0.0
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         """Spreads a model over the workers, as ``--parallel`` and ``--exact`` say.
@@ -245,6 +245,7 @@ class Session:
             if micro_batches is None:
                 return
             self._data_wait_s = time.monotonic() - asked
+            self._between_s = asked - self._seen
             if self._batch is not None:
                 raise RuntimeError(
                     "step_end() was not called for the last batch: call it once on every rank after the "
@@ -484,8 +485,11 @@ class Session:
             "generation": self._steward.generation,
             "segment": self._segment.number,
             "step_time_s": seconds,
-            "data_wait_s": self._data_wait_s,  # part of the step's time; of rank 0, as all in this line
+            # Parts of the step's time; of rank 0, as all in this line.
+            "data_wait_s": self._data_wait_s,
+            "between_s": self._between_s,
             "time": time.time(),
+            "monotonic": time.monotonic(),
             "save_waits": agreement.save_waits,
         }
 

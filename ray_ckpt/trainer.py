@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.signature import take
+from ray_ckpt.clocks import Instant, submitted
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data, parse_sources
 from ray_ckpt.data.mixture import MixedOrder, Order
@@ -71,6 +72,7 @@ def run(
     Raises:
         RayCkptError: a mistake in the options (``ConfigError``), or a run that could not go on.
     """
+    begun = submitted()
     take()  # from here on no process that is started inherits a key
     # Only one folder can be what is prepared: those of a mixture must be there.
     sources = config.sources
@@ -89,10 +91,10 @@ def run(
             prepare(config)
             facts = check_run(config, identity or {})
         print(_opening(config, context), flush=True)
-        return _fit(config, train, facts)
+        return _fit(config, train, facts, begun)
 
 
-def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
+def _fit(config: C, train: Callable[[C], None], facts: RunFacts, begun: Instant) -> int:
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -106,7 +108,7 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts) -> int:
     # The controller reads these from its environment; Ray hands them on from the driver's.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(elastic.start_timeout_s))
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
-    handle = start_tracker(facts, tracker_options(config))
+    handle = start_tracker(facts, tracker_options(config), begun)
     tracker = RayTracker(config.run, handle)
     tracker.call("alive")
     # Again, now that the lock is ours: a driver that was killed may have deleted a checkpoint since the first look,

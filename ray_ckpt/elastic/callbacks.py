@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.train import UserCallback
 
 from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
+from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.ray_private import ControllerCallback, WorkerGroupCallback, refresh_reservations
 from ray_ckpt.tracker.client import RayTracker
@@ -38,6 +39,7 @@ class _Group:
         self.workers: list[Any] = []
         self.errors: dict[int, Exception] = {}
         self.word = ""  # names this group to the tracker, which counts the end of a group once
+        self.marks = StartMarks()
 
     def start(self, workers: list[Any]) -> None:
         """A new group is up."""
@@ -66,13 +68,25 @@ class _Group:
 
 
 class GroupWatch(WorkerGroupCallback):
-    """Remembers who the workers are."""
+    """Remembers who the workers are, and tells the tracker how long it took to get them."""
 
     def __init__(self, group: _Group) -> None:
         self._group = group
 
+    def before_init_train_context(self, workers: Any) -> dict[str, list[Any]]:
+        self._group.marks.workers_up()
+        return {}
+
     def after_worker_group_start(self, worker_group: Any) -> None:
-        self._group.start(list(worker_group.get_workers()))
+        # Ray's own callbacks come first: the process group is there.
+        workers = list(worker_group.get_workers())
+        self._group.start(workers)
+        took = self._group.marks.group_up()
+        try:
+            RayTracker(self._group.run).call("group_started", world_size=len(workers), **took)
+        except (RayCkptError, RayError) as error:
+            # Training does not depend on it; the ledger will not know this start's phases.
+            logger.warning("how long the workers took to start is not on record: %s", error)
 
 
 class WorkerErrors(UserCallback):
@@ -96,15 +110,29 @@ class ControllerDecisions(ControllerCallback):
     def __init__(self, group: _Group, save_timeout_s: float) -> None:
         self._group, self._save_timeout_s = group, save_timeout_s
 
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        # The controller stays where it is when there is no room for the fewest workers.
+        if (
+            previous_state is current_state
+            and type(current_state).__name__ in WITHOUT_GROUP
+            and not self._group.workers
+        ):
+            self._group.marks.no_room()
+
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
         if not self._group.workers:
             # The group never came up: no attempt of ours began, so none ended.
             logger.warning("a worker group did not start; Ray tries again")
             return
+        noticed = time.monotonic()
         cause = self._group.cause()
         self._group.forget()
         verdict = RayTracker(self._group.run).call(
-            "interruption", kind=cause.kind, cause=cause.text, group=self._group.word
+            "interruption",
+            kind=cause.kind,
+            cause=cause.text,
+            group=self._group.word,
+            noticed_ago_s=time.monotonic() - noticed,
         )
         if cause.hopeless or not verdict.go_on:
             # An error in a callback is one that the controller does not retry.
@@ -112,7 +140,12 @@ class ControllerDecisions(ControllerCallback):
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         if not self._group.workers:
+            self._group.marks.ask()
             return  # the group is already down: this decision only starts the next one
+        self._save_and_tell(resize_decision)
+        self._group.marks.ask()
+
+    def _save_and_tell(self, resize_decision: Any) -> None:
         workers = resize_decision.num_workers
         tracker = RayTracker(self._group.run)
         try:

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ckpt.checkpoint.names import checkpoint_name, parse_checkpoint_name
 from ray_ckpt.checkpoint.signature import Keys, active, install
+from ray_ckpt.clocks import Instant
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.ray_private import session_logs_dir
 from ray_ckpt.tiers.ray_fleet import RayFleet
@@ -57,7 +58,13 @@ def _fleet(facts: RunFacts, options: TrackerOptions, keys: Keys | None) -> RayFl
 class TrackerActor(TrackerCore):
     """Serves the calls of rank 0, the controller's callbacks and the driver, one at a time."""
 
-    def __init__(self, facts: RunFacts, options: TrackerOptions, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        facts: RunFacts,
+        options: TrackerOptions,
+        keys: Keys | None = None,
+        submitted: Instant | None = None,
+    ) -> None:
         self._turn = threading.RLock()
         install(keys)  # the driver's, whatever this node's environment says
         self._looks: dict[Any, str] = {}
@@ -72,7 +79,7 @@ class TrackerActor(TrackerCore):
             read=read_elsewhere,
             fleet=_fleet(facts, options, keys),
         )
-        self.announce()
+        self.announce(submitted)
         threading.Thread(target=self._tick, name="tick", daemon=True).start()
 
     def advance(self) -> None:
@@ -138,8 +145,15 @@ for _name, _method in vars(TrackerCore).items():
         setattr(TrackerActor, _name, _in_turn(getattr(TrackerActor, _name)))
 
 
-def start_tracker(facts: RunFacts, options: TrackerOptions) -> Any:
+def start_tracker(
+    facts: RunFacts, options: TrackerOptions, submitted: Instant | None = None
+) -> Any:
     """Starts the run's tracker on this node.
+
+    Args:
+        facts: of the run.
+        options: how it decides.
+        submitted: when the job began; None for now.
 
     Raises:
         ConfigError: the run already has one: another job of this cluster drives it.
@@ -157,7 +171,7 @@ def start_tracker(facts: RunFacts, options: TrackerOptions) -> Any:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
             # Not by runtime_env: the dashboard shows that to everybody, and no arguments.
-            .remote(facts, options, active())
+            .remote(facts, options, active(), submitted)
         )
     except ValueError as error:
         raise ConfigError(

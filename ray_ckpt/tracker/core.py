@@ -25,6 +25,7 @@ from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.names import checkpoint_name, parse_checkpoint_name
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.checkpoint.verify import Fault
+from ray_ckpt.clocks import Instant, boot_name
 from ray_ckpt.errors import (
     ManifestError,
     RestoreError,
@@ -95,6 +96,7 @@ class TrackerCore:
         facts: what stays the same for the run.
         options: how to decide.
         clock: seconds since the epoch.
+        monotonic: seconds of a clock that nobody sets.
         on_event: told every event after it is in the journal.
         aside: where housekeeping runs; by default where it is asked for.
         read: how a checkpoint is read back before older ones are deleted.
@@ -107,13 +109,14 @@ class TrackerCore:
         options: TrackerOptions,
         *,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
         aside: Aside | None = None,
         read: ReadBack = read_back,
         fleet: Fleet | None = None,
     ) -> None:
         self._facts, self._options = facts, options
-        self._clock, self._on_event = clock, on_event
+        self._clock, self._monotonic, self._on_event = clock, monotonic, on_event
         self._dir = Path(facts.run_dir)
         self.memory = RunMemory()
         self._events_read = 0
@@ -189,16 +192,43 @@ class TrackerCore:
             on_durable=self._on_durable,
         )
 
-    def announce(self) -> None:
-        """Notes that a tracker took up the run: a new job, or the same one after its tracker died."""
+    def announce(self, submitted: Instant | None = None) -> None:
+        """Notes that a tracker took up the run: a new job, or the same one after its tracker died.
+
+        Args:
+            submitted: when its job began; None for a moment ago.
+        """
+        here = Instant(time=self._clock(), monotonic=self._monotonic(), boot=boot_name())
         self._record(
             "tracker_started",
             host=platform.node(),
             pid=os.getpid(),
             events_read=self._events_read,
+            boot=here.boot,
+            submitted_ago_s=(submitted or here).age_s(here),
         )
 
     # ---- attempts -------------------------------------------------------------------------------
+
+    def group_started(
+        self, world_size: int, *, asked_ago_s: float, workers_ago_s: float, waited_s: float
+    ) -> None:
+        """Notes that a worker group is up, whose attempt has not begun yet.
+
+        Args:
+            world_size: workers.
+            asked_ago_s: seconds since this group was asked for.
+            workers_ago_s: seconds since its workers were up, and their process group was not.
+            waited_s: how long the cluster had no room before the group was asked for, groups that did not come up
+                included, seconds.
+        """
+        self._record(
+            "group_started",
+            world_size=world_size,
+            asked_ago_s=asked_ago_s,
+            workers_ago_s=workers_ago_s,
+            waited_s=waited_s,
+        )
 
     def begin_attempt(self, world_size: int, nodes: list[str]) -> Attempt:
         """Gives a new worker group its generation, its restore plan and its first directive.
@@ -226,6 +256,7 @@ class TrackerCore:
             nodes=nodes,
             pid=os.getpid(),
             host=platform.node(),
+            boot=boot_name(),
             must=True,  # a generation that is not on record could be given out twice
         )
         fault_point("attempt.begun")
@@ -255,9 +286,24 @@ class TrackerCore:
             self._record("tiers", **found)
 
     def restored(
-        self, generation: int, step: int, seconds: float, source: str, reason: str
+        self,
+        generation: int,
+        step: int,
+        seconds: float,
+        source: str,
+        reason: str,
+        worker_monotonic: float | None = None,
     ) -> None:
-        """Notes where an attempt begins; ``source`` is a checkpoint's folder, empty for none."""
+        """Notes where an attempt begins.
+
+        Args:
+            generation: of the attempt.
+            step: where it begins.
+            seconds: that it took to restore.
+            source: a checkpoint's folder, empty for none.
+            reason: why this one.
+            worker_monotonic: rank 0's steady clock now, by which its step lines are placed in time.
+        """
         self._check(generation)
         # Less than was kept when the last attempt ended, if a checkpoint turned out to be bad since
         # then; more, if one came back. Only a count that lost its beginning would fall below 0.
@@ -268,6 +314,7 @@ class TrackerCore:
             seconds=seconds,
             source=source,
             reason=reason,
+            worker_monotonic=worker_monotonic,
             # Every byte was read and compared on the way in; copies on nodes prove nothing of the durable one.
             verified=(source or None) if not self._gathered else None,
             lost_steps_more=lost_steps_more,
@@ -696,7 +743,8 @@ class TrackerCore:
         written waits for the next one, unless it ``must`` be on record before it counts.
         """
         generation = fields.pop("generation", self.memory.generation)
-        line = {"time": self._clock(), "generation": generation, "event": event, **fields}
+        stamp = {"time": self._clock(), "monotonic": self._monotonic()}
+        line = {**stamp, "generation": generation, "event": event, **fields}
         self._journal.add(line)
         problem: StorageError | None = None
         try:

@@ -178,7 +178,7 @@ class RunMemory:
 
     def apply(self, event: dict[str, Any]) -> None:
         """Takes one event of the journal."""
-        if event.get("event") == "tracker_started":
+        if event.get("event") in ("tracker_started", "group_started"):
             return  # a run is as old as its first attempt, and no attempt began or ended here
         time = event.get("time")
         if self.first_time is None and isinstance(time, int | float):

@@ -122,8 +122,7 @@ class Pace:
     def _tier_plan(self, memory: RunMemory, step_s: float) -> IntervalPlan:
         """The intervals of all tiers together."""
         stack, limits = self._options.stack, self._options.limits
-        model = FailureModel(self._options.prior(), memory.seen())
-        needs = tier_rates(model.rates(max(1, memory.world_size)), stack)
+        needs = tier_rates(self._failures(memory).rates(max(1, memory.world_size)), stack)
         slowdown = self._company.slowdown
         first = TierCost(
             name=stack.use[0],
@@ -148,8 +147,11 @@ class Pace:
 
     def belief(self, memory: RunMemory) -> FailureBelief:
         """How often the job fails at the present number of workers."""
-        model = FailureModel(self._options.prior(), memory.seen())
-        return model.at(max(1, memory.world_size))
+        return self._failures(memory).at(max(1, memory.world_size))
+
+    def _failures(self, memory: RunMemory) -> FailureModel:
+        seen = [*self._options.history, *memory.seen()]
+        return FailureModel(self._options.prior(), seen)
 
     def _decision(self, memory: RunMemory, held: Decision | None = None) -> Decision:
         measured = Measured(

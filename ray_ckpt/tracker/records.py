@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import Manifest
-from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
+from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior, Seen
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
@@ -51,6 +51,7 @@ class TrackerOptions:
         prior_mtbf_s: mean time between failures that come with the job, before any was seen, seconds.
         prior_per_1000_worker_days: failures that come with the workers, before any was seen.
         prior_weight: failures that each of the two is worth.
+        history: exposure and failures from before the run.
         max_fruitless: attempts in a row without a new step before the run is stopped.
         retention: which checkpoints are kept; by default all.
         guard: what may be committed, and what to do when the run is no longer finite.
@@ -62,6 +63,7 @@ class TrackerOptions:
     prior_mtbf_s: float
     prior_per_1000_worker_days: float = FAILURES_PER_1000_WORKER_DAYS
     prior_weight: float = 1.0
+    history: tuple[Seen, ...] = ()
     max_fruitless: int = 3
     retention: Rules = field(default_factory=Rules)
     guard: GuardRule = field(default_factory=GuardRule)

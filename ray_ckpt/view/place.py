@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ class FolderRun:
     def entries(self) -> list[Listed]:
         """Its checkpoints, newest first."""
         return [*list_checkpoints(self.folder)]
+
+    @contextmanager
+    def records_folder(self) -> Iterator[Path]:
+        """Where its journal and its step lines can be read, for as long as the block lasts."""
+        yield self.folder
 
     def verified_times(self) -> dict[str, float]:
         """Name of a checkpoint to the last time that the run read it back."""
@@ -107,15 +113,21 @@ class RemoteRun:
         """Its checkpoints, newest first."""
         return [*self.tier.entries()]
 
-    @cached_property
-    def records(self) -> tuple[RunMemory, dict[str, float], int]:
-        """What its journal there tells, when checkpoints were read back, and the newest attempt."""
+    @contextmanager
+    def records_folder(self) -> Iterator[Path]:
+        """Where its journal and its step lines can be read, for as long as the block lasts."""
         if self.folder is not None:
-            memory = recall(self.folder)
-            return memory, verified_times(self.folder), memory.generation
+            yield self.folder
+            return
         with tempfile.TemporaryDirectory(prefix="ray-ckpt-") as place:
             folder = Path(place) / "run"
             pull_records(self.tier, folder)
+            yield folder
+
+    @cached_property
+    def records(self) -> tuple[RunMemory, dict[str, float], int]:
+        """What its journal there tells, when checkpoints were read back, and the newest attempt."""
+        with self.records_folder() as folder:
             memory = recall(folder)
             return memory, verified_times(folder), memory.generation
 

@@ -26,6 +26,13 @@ def _attempt(e: dict[str, Any]) -> str:
     return f"attempt {e['generation']} starts with {_workers(e['world_size'])}"
 
 
+def _group(e: dict[str, Any]) -> str:
+    took = human_duration(e["asked_ago_s"])
+    # Less than that is how long the cluster takes to look.
+    waited = f", after {human_duration(e['waited_s'])} without room" if e["waited_s"] >= 10 else ""
+    return f"{_workers(e['world_size'])} up {took} after they were asked for{waited}"
+
+
 def _restored(e: dict[str, Any]) -> str:
     if not e["source"]:
         return f"attempt {e['generation']} begins at step 0: {e['reason']}"
@@ -175,6 +182,7 @@ def _finished(e: dict[str, Any]) -> str:
 
 _TELLERS = {
     "tracker_started": _tracker,
+    "group_started": _group,
     "attempt_started": _attempt,
     "restored": _restored,
     "decision": _decision,

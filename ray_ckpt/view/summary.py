@@ -12,9 +12,10 @@ from ray_ckpt.errors import StorageError
 from ray_ckpt.tiers.address import is_uri, shown
 from ray_ckpt.tiers.durable import durable_entries
 from ray_ckpt.tiers.stack import Stack
-from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
-from ray_ckpt.tracker.memory import RunMemory
-from ray_ckpt.view.human import human_bytes, human_duration
+from ray_ckpt.tracker.journal import STEPS_NAME, read_lines
+from ray_ckpt.tracker.recall import read_ledger, recall
+from ray_ckpt.view.goodput import goodput_line
+from ray_ckpt.view.human import human_bytes
 
 _SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray Train's own list of checkpoints
 
@@ -27,10 +28,7 @@ def surviving_steps(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 def summary(run_dir: Path) -> str:
     """Loss, goodput so far, interruptions, checkpoints, and where to look further."""
-    memory, last_time = RunMemory(), 0.0
-    for event in read_lines(run_dir / JOURNAL_NAME):
-        memory.apply(event)
-        last_time = max(last_time, float(event.get("time", last_time)))  # a clock may jump back
+    memory = recall(run_dir)
     steps = surviving_steps(run_dir)
     stack = memory.stack or {}
     where = stack.get("remote") or str(run_dir / CHECKPOINTS_DIR)
@@ -40,19 +38,17 @@ def summary(run_dir: Path) -> str:
         lines.append(
             f"step {last['step']}, loss {last['loss']:.4f}, {last['sample_offset']} samples"
         )
-    if memory.first_time is not None and steps:
-        wall = max(last_time - memory.first_time, 1e-9)
-        useful = sum(line["step_time_s"] for line in steps.values())
-        lines.append(
-            f"goodput {100 * min(1.0, useful / wall):.1f} %: {human_duration(useful)} of useful steps in "
-            f"{human_duration(wall)}"
-        )
+    ledger = read_ledger(run_dir)
+    if ledger is not None and steps:
+        lines.append(goodput_line(ledger))
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(memory.interruptions.items()))
     lines.append(f"interruptions: {kinds or 'none'}; steps done again: {memory.lost_steps}")
     lines.append(
         f"checkpoints: {_checkpoints(run_dir, stack)}, in {shown(where) if is_uri(where) else where}"
     )
-    lines.append(f"look further: ray-ckpt ls {run_dir}   ray-ckpt verify {run_dir}")
+    lines.append(
+        f"look further: ray-ckpt ls {run_dir}   ray-ckpt verify {run_dir}   ray-ckpt goodput {run_dir}"
+    )
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from ray_ckpt.config import Config
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import digest_samples
 from ray_ckpt.facts import global_order
+from ray_ckpt.tracker.recall import read_ledger
 from ray_ckpt.view.summary import surviving_steps
 
 pytestmark = pytest.mark.cluster
@@ -165,3 +166,9 @@ def test_three_then_two_then_three_workers(tmp_path: Path) -> None:
     assert "node1" in ends[0]["cause"]
     assert ends[0]["lost_steps"] <= 21
     assert ends[1]["lost_steps"] == 0, "growing is planned"
+    ledger = read_ledger(run_dir)
+    assert ledger is not None
+    assert sum(ledger.buckets.values()) == pytest.approx(ledger.wall_s, rel=1e-3)
+    assert ledger.buckets["unknown"] <= 0.01 * ledger.wall_s, "Ray told how the groups started"
+    assert [each.kind for each in ledger.restarts] == ["node_loss", "resize"]
+    assert all(each.buckets["restart_start_workers"] > 0 for each in ledger.restarts)

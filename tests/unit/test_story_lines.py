@@ -28,6 +28,14 @@ LINES: list[tuple[dict[str, Any], str]] = [
         {"event": "tracker_started", "host": "node-a", "pid": 7, "events_read": 41},
         "tracker started on node-a (pid 7): knows the run from 41 lines of its journal",
     ),
+    (
+        {"event": "group_started", "world_size": 2, "asked_ago_s": 6.0, "waited_s": 0.4},
+        "2 workers up 6.0s after they were asked for",
+    ),
+    (
+        {"event": "group_started", "world_size": 1, "asked_ago_s": 6.0, "waited_s": 75.0},
+        "1 worker up 6.0s after they were asked for, after 1m 15s without room",
+    ),
     ({"event": "attempt_started", "generation": 3, "world_size": 1}, "attempt 3 starts with 1 worker"),
     ({"event": "attempt_started", "generation": 4, "world_size": 2}, "attempt 4 starts with 2 workers"),
     (

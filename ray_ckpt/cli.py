@@ -25,6 +25,7 @@ from ray_ckpt import (
     goodput_command,
     interruptions_command,
     plan_command,
+    simulate_command,
     steer_command,
 )
 from ray_ckpt.checkpoint.drilled import Drilled
@@ -132,6 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
     goodput_command.add_command(add)
     interruptions_command.add_command(add)
     plan_command.add_command(commands, layout)
+    simulate_command.add_command(commands, layout)
     add_retention_commands(add, step_help)
     return parser
 

@@ -80,14 +80,14 @@ def plans(args: argparse.Namespace) -> list[Plan]:
             "give either --mtbf, or --workers together with --rate-per-1000-node-days"
         )
     try:
-        mtbfs = _times("--mtbf", args.mtbf) if args.mtbf is not None else [mtbf_of(*by_rate)]
+        mtbfs = times("--mtbf", args.mtbf) if args.mtbf is not None else [mtbf_of(*by_rate)]
         grid = product(
             mtbfs,
-            _times("--upload", args.upload),
-            _times("--stall", args.stall),
-            _times("--restart", args.restart),
+            times("--upload", args.upload),
+            times("--stall", args.stall),
+            times("--restart", args.restart),
         )
-        (naive_s,) = _times("--naive", args.naive, most=1)
+        (naive_s,) = times("--naive", args.naive, most=1)
         return [
             Plan(
                 costs=Costs(mtbf_s=mtbf, stall_s=stall, restart_s=restart, upload_s=upload),
@@ -99,8 +99,12 @@ def plans(args: argparse.Namespace) -> list[Plan]:
         raise ConfigError(f"{error}. For example: {_EXAMPLE}") from error
 
 
-def _times(option: str, text: str, most: int = 0) -> list[float]:
-    """Times of an option, seconds."""
+def times(option: str, text: str, most: int = 0) -> list[float]:
+    """Times of an option, seconds; at most so many, if a number is given.
+
+    Raises:
+        ConfigError: a part that is no time, or too many.
+    """
     found = []
     for part in text.split(","):
         match = _DURATION.fullmatch(part.strip())

@@ -27,6 +27,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 gc.disable()  # until all is imported: the collector finds nothing in modules, and looks again and again
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spreads a run of all of ``tests/unit`` over the cores, where pytest-xdist is installed; ``-n 0`` does not.
+
+    All other runs stay in one process: the tests that start processes of their own use the cores themselves.
+    """
+    option = config.option
+    if getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput"):
+        return  # no xdist, or somebody said how many, or this is one of them
+    if option.usepdb or option.collectonly or option.capture == "no" or option.keyword:
+        return
+    paths = {(config.invocation_params.dir / argument).resolve() for argument in config.args}
+    if paths == {ROOT / "tests" / "unit"}:
+        option.numprocesses, option.dist = min(4, os.cpu_count() or 1), "worksteal"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Limits the examples of a quick run; without this name inside Hypothesis all would be as in a thorough one."""
     if settings.default.max_examples >= THOROUGH:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -66,17 +67,23 @@ def load_toml(cls: type[T], path: Path) -> T:
 
 def _unchecked(options: T) -> T:
     """The same options, groups included, as objects that take any value."""
-    cls, values = type(options), _values(options)
+    values = _values(options)
     groups = {name: _unchecked(value) for name, value in values.items() if is_dataclass(value)}
+    kinds = tuple((name, type(group)) for name, group in groups.items())
+    unchecked: T = _loose(type(options), kinds)(**{**values, **groups})
+    return unchecked
+
+
+@functools.cache
+def _loose(cls: type[Any], groups: tuple[tuple[str, type[Any]], ...]) -> Any:
+    """A class of options that checks nothing; made once, since tyro reads the source of each new class again."""
     body = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
-        "__annotations__": {name: type(group) for name, group in groups.items()},
+        "__annotations__": dict(groups),
         "__post_init__": lambda self: None,
     }
-    loose: Any = dataclass(frozen=True, kw_only=True)(type(cls.__name__, (cls,), body))
-    unchecked: T = loose(**{**values, **groups})
-    return unchecked
+    return dataclass(frozen=True, kw_only=True)(type(cls.__name__, (cls,), body))
 
 
 def _checked(default: T, said: T, group: str = "") -> T:

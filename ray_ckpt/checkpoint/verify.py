@@ -58,8 +58,9 @@ def hash_file(path: Path, chunk_bytes: int = _CHUNK_BYTES, *, also: Any = None) 
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes is {chunk_bytes}, must be at least 1")
     digest, size = xxhash.xxh3_128(), 0
-    buffer = memoryview(bytearray(chunk_bytes))
     with open(open_plain(path), "rb", buffering=0) as file:
+        enough = max(os.fstat(file.fileno()).st_size, 4096)  # most files of small runs are small
+        buffer = memoryview(bytearray(min(chunk_bytes, enough)))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             if also is not None:

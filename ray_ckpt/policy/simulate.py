@@ -107,6 +107,8 @@ class _Run:
         passed_s = min(wall_s, self._left_s)
         failed = self._left_s < wall_s
         self._left_s -= passed_s
+        if not self._uploads:
+            return passed_s, not failed
         for k, (count, to_go_s) in list(self._uploads.items()):
             if to_go_s > passed_s + 1e-9:
                 self._uploads[k] = count, to_go_s - passed_s
@@ -118,8 +120,10 @@ class _Run:
     def compute(self) -> bool:
         """An interval of steps; False when a failure ended it."""
         while self._part_s < self.unit_s * (1 - 1e-12):
-            speed = 1 - min(0.99, sum(self.tiers[k].slowdown for k in self._uploads))
-            first_s = min((to_go_s for _, to_go_s in self._uploads.values()), default=math.inf)
+            speed, first_s = 1.0, math.inf
+            if self._uploads:
+                speed -= min(0.99, sum(self.tiers[k].slowdown for k in self._uploads))
+                first_s = min(to_go_s for _, to_go_s in self._uploads.values())
             passed_s, whole = self._pass(min(first_s, (self.unit_s - self._part_s) / speed))
             self._part_s += passed_s * speed
             self.account.slowed_s += passed_s * (1 - speed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -17,3 +18,10 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setattr(storing, "_READ_PAUSES_S", (0.0, 0.0))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tensors here are small: more threads only wait for each other, all the more on a machine that is busy."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)

@@ -56,6 +56,7 @@ class World:
             row_group_sizes=self.index.row_group_sizes, global_batch=v * b, micro_batch=b, **more
         )
         self.reads: Counter[int] = Counter()
+        self._tables: dict[int, pa.Table] = {}
 
     @property
     def v(self) -> int:
@@ -67,8 +68,11 @@ class World:
 
         def read(index: DataIndex, group: int) -> pa.Table:
             self.reads[group] += 1
-            first = int(self.order.group_starts[group])
-            return token_table(np.arange(first, first + int(self.order.row_group_sizes[group])))
+            if group not in self._tables:
+                first = int(self.order.group_starts[group])
+                rows = np.arange(first, first + int(self.order.row_group_sizes[group]))
+                self._tables[group] = token_table(rows)
+            return self._tables[group]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reader, "read_row_group", read)

@@ -1,0 +1,196 @@
+"""Whether one tracker is enough for a very large run: commits of many ranks, long journals, many steps.
+
+    python jobs/bench_tracker.py [--quick] [--json FILE] [--folder DIR]
+
+A tracker in this process, without Ray: what is measured is its own work. A commit of 16,384 ranks is the look at as
+many files, one manifest with as many names, and its way to the disk. A journal of a million events is that of years; opening
+it is what a restarted tracker, or the head of a new cluster, does first. Steps are told by rank 0 alone, whatever the
+number of workers, so their rate is that of the steps.
+
+Exit code 0 only when all targets hold.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
+from ray_ckpt.facts import versions
+from ray_ckpt.options import parse, run_main
+from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
+from ray_ckpt.tracker.journal import JOURNAL_NAME
+
+LIMITS = {"commit_s": 1.0, "open_s_per_million_events": 30.0, "steps_s_per_thousand": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """Whether one tracker is enough for a very large run."""
+
+    quick: bool = False
+    """A tenth of the journal, and fewer rounds."""
+    json: str = ""
+    """File for the figures as JSON."""
+    folder: str = ""
+    """Folder for the files; the system's temporary one if empty."""
+    ranks: int = 16384
+    """Ranks of a commit, one file each."""
+    events: int = 1_000_000
+    """Events of the journal."""
+    rounds: int = 5
+    """Commits that are timed."""
+
+
+def tracker_of(run_dir: Path) -> TrackerCore:
+    """A tracker that has only what is on the disk."""
+    facts = RunFacts(
+        run="bench",
+        run_dir=str(run_dir),
+        config_fingerprint="",
+        data_fingerprint="",
+        parallel="fsdp",
+        versions={},
+    )
+    return TrackerCore(facts, TrackerOptions(limits=IntervalLimits(), prior_mtbf_s=86400.0))
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """How long a call takes, seconds."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def written(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """A file for each rank, and what the ranks tell of them."""
+    folder.mkdir(parents=True)
+    digest = xxhash.xxh3_128_hexdigest(b"x")
+    names = [".metadata", *(f"__{rank}_0.distcp" for rank in range(ranks))]
+    for name in names:
+        (folder / name).write_bytes(b"x")
+    return [{"path": name, "bytes": 1, "checksum": digest} for name in names]
+
+
+def commits(base: Path, config: BenchConfig) -> list[float]:
+    """Times of commits of so many ranks, seconds."""
+    tracker = tracker_of(base)
+    generation = tracker.begin_attempt(config.ranks, []).generation
+    times = []
+    for number in range(1, config.rounds + 1):
+        files = written(base / CHECKPOINTS_DIR / checkpoint_name(number, generation), config.ranks)
+        save = {
+            "step": number,
+            "samples": number,
+            "tokens": number,
+            "world_size": config.ranks,
+            "files": files,
+            "stall_s": 1.0,
+            "upload_s": 1.0,
+            "metrics": {},
+            "guard": {},
+            "error": None,
+            "bitwise_comparable": True,
+        }
+        times.append(timed(lambda save=save: tracker.commit(generation, save)))  # type: ignore[misc]
+    return times
+
+
+def long_journal(path: Path, events: int) -> None:
+    """The journal of a run that commits, decides and fails, over and over."""
+    kinds: list[dict[str, Any]] = [
+        {
+            "event": "commit",
+            "bytes": 1 << 40,
+            "files": 16385,
+            "world_size": 16384,
+            "sample_offset": 1,
+        }
+        | {"stall_s": 1.0, "upload_s": 30.0, "exposure_s": 1.0},
+        {"event": "verified", "seconds": 1.0},
+        {"event": "delete", "reason": "older than the newest 5"},
+        {
+            "event": "decision",
+            "every_steps": 100,
+            "reason": "exact",
+            "interval_s": 1.0,
+            "formula": "x",
+        },
+    ]
+    with path.open("w") as file:
+        file.write('{"time": 1.0, "generation": 1, "event": "attempt_started", "world_size": 8}\n')
+        for number in range(events):
+            step = number // len(kinds)
+            line: dict[str, Any] = {
+                "time": float(number),
+                "generation": 1,
+                **kinds[number % len(kinds)],
+            }
+            name = checkpoint_name(max(0, step - 5 * (line["event"] == "delete")), 1)
+            file.write(json.dumps({**line, "step": step, "name": name}) + "\n")
+
+
+def thousand_steps(base: Path) -> list[float]:
+    """Times of a thousand steps, told in bundles of ten, seconds."""
+    tracker = tracker_of(base)
+    generation = tracker.begin_attempt(8, []).generation
+    times = []
+    for first in range(1, 10_001, 1000):
+        bundles = [
+            [{"step": step, "loss": 1.0, "step_time_s": 1.0} for step in range(at, at + 10)]
+            for at in range(first, first + 1000, 10)
+        ]
+        times.append(timed(lambda b=bundles: [tracker.steps(generation, each) for each in b]))  # type: ignore[misc]
+    return times
+
+
+def main() -> int:
+    """Measures, prints a table, and holds it against the limits."""
+    config = parse(BenchConfig)
+    if config.quick:
+        config = BenchConfig(
+            quick=True, json=config.json, folder=config.folder, events=100_000, rounds=3
+        )
+    with tempfile.TemporaryDirectory(dir=config.folder or None) as folder:
+        base = Path(folder)
+        commit_times = commits(base / "commits", config)
+        (base / "journal").mkdir()
+        long_journal(base / "journal" / JOURNAL_NAME, config.events)
+        open_s = timed(lambda: tracker_of(base / "journal"))
+        step_times = thousand_steps(base / "steps")
+    values = {
+        "commit_s": statistics.median(commit_times),
+        "open_s_per_million_events": open_s * 1e6 / config.events,
+        "steps_s_per_thousand": statistics.median(step_times),
+    }
+    targets = [
+        {"name": name, "value": value, "limit": LIMITS[name], "ok": value <= LIMITS[name]}
+        for name, value in values.items()
+    ]
+    rows: list[dict[str, Any]] = [
+        {"what": f"commit of {config.ranks} ranks", "seconds": commit_times},
+        {"what": f"journal of {config.events} events opened", "seconds": [open_s]},
+        {"what": "1000 steps told", "seconds": step_times},
+    ]
+    for row in rows:
+        print(f"{row['what']:<40}{statistics.median(row['seconds']):>9.3f} s")
+    for target in targets:
+        word = "ok" if target["ok"] else "MISSED"
+        print(f"{target['name']:<32}{target['value']:>9.3f}  limit {target['limit']:<6}{word}")
+    if config.json:
+        document = {"targets": targets, "rows": rows, "versions": versions()}
+        Path(config.json).write_text(json.dumps(document, indent=1))
+    return 0 if all(target["ok"] for target in targets) else 1
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,145 @@
+"""All runs that the page knows: those that registered with this Ray, and those in the folders it was told of."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
+from ray_ckpt.tiers.address import is_uri, shown
+from ray_ckpt.tracker.journal import JOURNAL_NAME
+from ray_ckpt.view.run_view import RunView
+
+MOST_RUNS = 200
+FIND_EVERY_S = 5.0
+LIST_BUDGET_S = 0.1
+RUN_BUDGET_S = 0.08
+
+Registered = Callable[[], Iterable[Mapping[str, Any]]]
+
+
+class Gallery:
+    """The runs, each followed by a :class:`RunView` of its own.
+
+    Args:
+        registered: records of the runs of this Ray: ``run``, ``run_dir``, ``remote``, ``actor``, ``registered_at``.
+        storage: folders of runs, as in ``$RAY_CKPT_STORAGE``: one, or several with ``:`` between them.
+    """
+
+    def __init__(self, registered: Registered = lambda: (), storage: str = "") -> None:
+        self._registered, self._storage = registered, storage
+        self._views: dict[str, RunView] = {}
+        self._records: dict[str, Mapping[str, Any]] = {}
+        self._found_at: float | None = None
+        self._turn = 0
+        self.problems: list[str] = []
+        self.left_out = 0
+
+    def find(self) -> None:
+        """Looks for runs again, when it is time."""
+        now_s = time.monotonic()
+        if self._found_at is not None and now_s - self._found_at < FIND_EVERY_S:
+            return
+        self._found_at = now_s
+        self.problems = []
+        found: dict[Path, Mapping[str, Any]] = {}
+        for folder in self._folders():
+            found[folder] = {}
+        for record in self._registered():
+            if isinstance(record.get("run_dir"), str) and record["run_dir"]:
+                found[Path(record["run_dir"])] = record
+        views, records = {}, {}
+        for folder, record in found.items():
+            name = str(record.get("run") or folder.name)
+            view = RunView(folder, name=name, remote=str(record.get("remote") or ""))
+            view = self._views.get(view.id, view)
+            views[view.id], records[view.id] = view, record
+        self._views, self._records = views, records
+
+    def _folders(self) -> list[Path]:
+        """Folders of runs below the storages, the newest first, a limited number."""
+        runs: list[tuple[float, Path]] = []
+        for storage in self._storages():
+            try:
+                with os.scandir(storage) as items:
+                    for item in items:
+                        age = _written(Path(item.path))
+                        if age is not None:
+                            runs.append((age, Path(item.path)))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self.problems.append(f"{storage} cannot be listed ({error.strerror})")
+        runs.sort(reverse=True)
+        self.left_out = max(0, len(runs) - MOST_RUNS)
+        return [path for _, path in runs[:MOST_RUNS]]
+
+    def _storages(self) -> list[Path]:
+        text = self._storage.strip()
+        if is_uri(text):
+            self.problems.append(f"{shown(text)} is on an object store: only folders are looked through")
+            return []
+        return [Path(part).expanduser() for part in text.split(os.pathsep) if part]
+
+    def list(self) -> dict[str, Any]:
+        """The list of runs; those that still have much to read are filled in by later calls."""
+        self.find()
+        order = list(self._views.values())
+        until = time.monotonic() + LIST_BUDGET_S
+        for view in order[self._turn :] + order[: self._turn]:
+            # The first look at what is there costs little; what is behind goes on in turn.
+            view.update(max(0.0, until - time.monotonic()))
+        behind = [number for number, view in enumerate(order) if view.behind_bytes]
+        self._turn = behind[0] if behind else 0
+        runs = [self._line(view) for view in order if view.exists or self._records[view.id]]
+        runs.sort(key=_order)
+        return {
+            "schema": 1,
+            "runs": runs,
+            "left_out": self.left_out,
+            "problems": self.problems,
+            "storage": [str(path) for path in self._storages()],
+        }
+
+    def version(self) -> int:
+        """A number that changes with what :meth:`list` says."""
+        return hash(tuple((view.id, view.version) for view in self._views.values()))
+
+    def _line(self, view: RunView) -> dict[str, Any]:
+        record = self._records[view.id]
+        line = view.summary()
+        if not view.exists:
+            line["reasons"] = [
+                f"{view.folder} cannot be seen from the head node, or has nothing yet: runs that are to be shown need a "
+                "storage that the head node sees"
+            ]
+            line["health"] = "attention"
+        return {**line, "registered": bool(record), "actor": record.get("actor")}
+
+    def open(self, run_id: str) -> RunView | None:
+        """A run by its id, looked at anew; None when there is none."""
+        self.find()
+        view = self._views.get(run_id)
+        if view is not None:
+            view.update(RUN_BUDGET_S)
+        return view
+
+
+def _written(folder: Path) -> float | None:
+    """When the journal of a run was written last; None for what is no run."""
+    for mark in (JOURNAL_NAME, CHECKPOINTS_DIR):
+        try:
+            return (folder / mark).stat().st_mtime
+        except OSError:
+            continue
+    return None
+
+
+_LIVELY = {"training": 0, "restarting": 0, "new": 0, "lost": 1, "stopped": 1, "finished": 2}
+
+
+def _order(line: Mapping[str, Any]) -> tuple[int, float, str]:
+    return _LIVELY[line["state"]], -float(line["present"]["last_time"] or 0.0), line["name"]

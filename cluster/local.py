@@ -110,6 +110,11 @@ def _up_options(parser: argparse.ArgumentParser) -> None:
         help="failed checks in a row until a node counts as dead",
     )
     add(
+        "--no-page",
+        action="store_true",
+        help="leave this Python's Ray as it is: no page of checkpoints is put into its dashboard",
+    )
+    add(
         "--env",
         action="append",
         default=[],
@@ -128,6 +133,7 @@ def _up(options: argparse.Namespace) -> None:
             failures=options.health_failures,
         ),
         extra_env=dict(_assignment(text) for text in options.env),
+        page=not options.no_page,
     )
     port = options.dashboard_port
     cluster = LocalCluster(

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt import drill_command, export_command
+from ray_ckpt import dashboard_command, drill_command, export_command, report_command
 from ray_ckpt.checkpoint.drilled import Drilled
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed, usable
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, parse_checkpoint_name
@@ -119,6 +119,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     drill_command.add_arguments(drill, step_help)
     add_retention_commands(add, step_help)
+    report = add(
+        "report",
+        report_command.command_report,
+        "Write what the dashboard shows of a run into one HTML file.",
+    )
+    report_command.add_arguments(report)
+    dashboard_command.add_dashboard_command(commands, layout)
     return parser
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_ckpt.checkpoint.storing import without_nonfinite
 from ray_ckpt.view.gallery import Gallery
 from ray_ckpt.view.page import live_page
 from ray_ckpt.view.shelf_rows import SHOWS
@@ -108,11 +109,19 @@ class Desk:
         tag = self._tag(version)
         if tag == seen:
             return Answer(status=304, headers=_headers(tag))
-        body = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        body = _encoded(document)
         headers = _headers(tag)
         if packed and len(body) > _COMPRESS_ABOVE:
             body, headers["Content-Encoding"] = gzip.compress(body, compresslevel=1), "gzip"
         return Answer(body=body, headers=headers)
+
+
+def _encoded(document: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:  # a loss that is not finite, somewhere: rare, and looking for it first is slow
+        plain = without_nonfinite(document)
+        return json.dumps(plain, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _headers(tag: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
+from ray_ckpt.errors import StorageError
 from ray_ckpt.tiers.address import is_uri, shown
 from ray_ckpt.tracker.journal import JOURNAL_NAME
 from ray_ckpt.view.run_view import RunView
@@ -48,7 +49,7 @@ class Gallery:
         found: dict[Path, Mapping[str, Any]] = {}
         for folder in self._folders():
             found[folder] = {}
-        for record in self._registered():
+        for record in self._ask():
             if isinstance(record.get("run_dir"), str) and record["run_dir"]:
                 found[Path(record["run_dir"])] = record
         views, records = {}, {}
@@ -58,6 +59,13 @@ class Gallery:
             view = self._views.get(view.id, view)
             views[view.id], records[view.id] = view, record
         self._views, self._records = views, records
+
+    def _ask(self) -> list[Mapping[str, Any]]:
+        try:
+            return list(self._registered())
+        except StorageError as error:
+            self.problems.append(str(error))
+            return [record for record in self._records.values() if record]  # as it was
 
     def _folders(self) -> list[Path]:
         """Folders of runs below the storages, the newest first, a limited number."""
@@ -73,6 +81,8 @@ class Gallery:
                 continue
             except OSError as error:
                 self.problems.append(f"{storage} cannot be listed ({error.strerror})")
+                known = (view.folder for view in self._views.values())
+                runs += [(0.0, folder) for folder in known if folder.parent == storage]
         runs.sort(reverse=True)
         self.left_out = max(0, len(runs) - MOST_RUNS)
         return [path for _, path in runs[:MOST_RUNS]]
@@ -94,7 +104,7 @@ class Gallery:
             view.update(max(0.0, until - time.monotonic()))
         behind = [number for number, view in enumerate(order) if view.behind_bytes]
         self._turn = behind[0] if behind else 0
-        runs = [self._line(view) for view in order if view.exists or self._records[view.id]]
+        runs = [self._line(view) for view in order if view.is_there or self._records[view.id]]
         runs.sort(key=_order)
         return {
             "schema": 1,
@@ -111,7 +121,7 @@ class Gallery:
     def _line(self, view: RunView) -> dict[str, Any]:
         record = self._records[view.id]
         line = view.summary()
-        if not view.exists:
+        if not view.is_there:
             line["reasons"] = [
                 f"{view.folder} cannot be seen from the head node, or has nothing yet: runs that are to be shown need a "
                 "storage that the head node sees"
@@ -138,7 +148,7 @@ def _written(folder: Path) -> float | None:
     return None
 
 
-_LIVELY = {"training": 0, "restarting": 0, "new": 0, "lost": 1, "stopped": 1, "finished": 2}
+_LIVELY = {"training": 0, "restarting": 0, "new": 0, "reading": 0, "lost": 1, "stopped": 1, "finished": 2}
 
 
 def _order(line: Mapping[str, Any]) -> tuple[int, float, str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["ok", "attention", "failing"]
+Level = Literal["ok", "attention", "failing", "unknown"]
 
-_RANK: dict[Level, int] = {"ok": 0, "attention": 1, "failing": 2}
+_RANK: dict[Level, int] = {"unknown": 0, "ok": 0, "attention": 1, "failing": 2}
 _LATE, _VERY_LATE = 3.0, 10.0  # times the interval
 _GRACE_S = 120.0  # less than this is no delay
 _SILENT_STEPS, _SILENT_S = 20.0, 300.0
@@ -66,6 +66,9 @@ class Health:
 
     level: Level
     reasons: tuple[str, ...]
+
+
+READING = Health("unknown", ("still reading what the run has on record",))
 
 
 def judge(signs: Signs) -> Health:

@@ -19,7 +19,7 @@ from ray_ckpt.tracker.lock import is_held
 from ray_ckpt.tracker.memory import PLANNED
 from ray_ckpt.view import run_story
 from ray_ckpt.view.chronicle import Chronicle
-from ray_ckpt.view.health import Health, Signs, judge
+from ray_ckpt.view.health import READING, Health, Signs, judge
 from ray_ckpt.view.shelf_look import ShelfLook
 from ray_ckpt.view.shelf_rows import TROUBLE, ShelfRows
 from ray_ckpt.view.tail import Tail
@@ -57,7 +57,7 @@ class RunView:
         self._driven = False
         self._health: Health | None = None
         self._behind = 0
-        self._rows: tuple[int, ShelfRows] | None = None
+        self._rows: tuple[tuple[int, int], ShelfRows] | None = None
         self.version = 0
 
     @property
@@ -77,7 +77,7 @@ class RunView:
         problems: list[str] = []
         try:
             if self._journal.look():
-                self.chronicle = Chronicle()
+                self.chronicle, self._rows = Chronicle(), None
                 self._changed()
             while go_on() and (events := self._journal.read()):
                 for event in events:
@@ -115,7 +115,7 @@ class RunView:
         if (driven, problems, bool(behind)) != (self._driven, self._problems, bool(self._behind)):
             self._changed()
         self._driven, self._problems, self._behind = driven, problems, behind
-        health = judge(self._signs())
+        health = READING if behind else judge(self._signs())
         if health != self._health:
             self._health = health
             self._changed()
@@ -126,25 +126,27 @@ class RunView:
         return self._journal.behind_bytes + self._lines.behind_bytes
 
     @property
-    def exists(self) -> bool:
+    def is_there(self) -> bool:
         """Whether there is anything of the run."""
-        return bool(self.chronicle.events or self.track.lines or self._look.entries)
+        read = self.chronicle.events or self.track.lines or self._look.entries
+        return bool(read or self.behind_bytes)
 
     @property
     def rows(self) -> ShelfRows:
-        """The table of checkpoints, as of the last look."""
-        if self._rows is None or self._rows[0] != self._rows_version():
-            look = None if self.remote else self._look
-            self._rows = (self._rows_version(), ShelfRows(self.chronicle, look))
+        """The table of checkpoints, as of the last look; empty until all records are read."""
+        if self.behind_bytes:
+            return ShelfRows(Chronicle(), None)
+        # Lines of steps come most often, and change no row of the table.
+        now = (self.chronicle.events, self._look.version)
+        if self._rows is None or self._rows[0] != now:
+            self._rows = (now, ShelfRows(self.chronicle, None if self.remote else self._look))
         return self._rows[1]
 
-    def _rows_version(self) -> int:
-        # Steps change most often and no row of the table.
-        return self.chronicle.events + (self._look.version << 40)
-
     def state(self) -> str:
-        """In one word: new, training, restarting, finished, stopped or lost."""
+        """In one word: reading, new, training, restarting, finished, stopped or lost."""
         memory = self.chronicle.memory
+        if self.behind_bytes:
+            return "reading"
         if memory.finished_step is not None:
             return "finished"
         last_s = max(self.chronicle.last_time, float(self.track.last.get("time") or 0.0))
@@ -198,7 +200,7 @@ class RunView:
 
     def summary(self) -> dict[str, Any]:
         """One line of the list of runs, as plain values."""
-        health = self._health or judge(self._signs())
+        health = self._health or READING
         present, marks = self._present(), self.chronicle.interruptions
         last = None
         if marks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ray_ckpt.checkpoint.listing import NO_MANIFEST
@@ -54,13 +55,12 @@ class ShelfRows:
         seen: Mapping[str, Seen] = look.entries if look is not None else {}
         entries = []
         for name in {*chronicle.checkpoints, *seen}:
-            key = parse_checkpoint_name(name)
             line, found = chronicle.checkpoints.get(name), seen.get(name)
+            key = (line.step, line.generation) if line else parse_checkpoint_name(name)
             if key is not None and (state := self._state(name, key[1], line, found, look)):
                 entries.append(Entry(key, name, state, line, found))
         entries.sort(key=lambda entry: entry.key, reverse=True)
         self.entries = entries
-        self._verdicts = self._plan()
 
     def _state(
         self,
@@ -87,7 +87,9 @@ class ShelfRows:
             return "being written" if generation == self._writing else "not committed"
         return ""
 
-    def _plan(self) -> dict[str, Verdict]:
+    @cached_property
+    def _verdicts(self) -> dict[str, Verdict]:
+        """What the rules of the run say of each; asked for only when the table is shown."""
         rules, is_left = recorded_rules(self._memory), passed(self._memory.left)
         records = [
             self._record(entry, is_left)
@@ -114,7 +116,7 @@ class ShelfRows:
             in_use="",
             fault=fault,
         )
-        why = is_left(record) if entry.state == "committed" else None
+        why = is_left(record) if self._memory.left and entry.state == "committed" else None
         return replace(record, quarantined=why) if why else record
 
     def tiers(self, entry: Entry) -> dict[str, float]:

@@ -37,9 +37,9 @@ _NAMESPACE = b"ray_ckpt"
 _PREFIX = b"run:"
 _ASK_S = 5.0
 
-_SHIM = '''"""Put here by `ray-ckpt dashboard enable`; `ray-ckpt dashboard disable` takes it away. Read in Ray {read_in}.
+_SHIM = '''"""Put here by `ray-ckpt dashboard enable`; `ray-ckpt dashboard disable` takes it away.
 
-Adds the page /checkpoints to the dashboard. Whatever is wrong with it, the dashboard goes on without.
+Made for Ray {read_in}. Adds the page /checkpoints to the dashboard, which goes on without whatever is wrong with it.
 """
 
 import logging
@@ -124,8 +124,9 @@ def enable() -> Installed:
             draft.unlink()
             now.folder.rmdir()
         raise ConfigError(
-            f"{now.folder} cannot be written ({error.strerror}): the page goes into the Ray of this Python. Use a Python "
-            "environment that you may write to, or ask whoever looks after this one to run: ray-ckpt dashboard enable"
+            f"{now.folder} cannot be written ({error.strerror}): the page goes into the Ray of this Python. Use a "
+            "Python environment that you may write to, or ask whoever looks after this one to run: ray-ckpt "
+            "dashboard enable"
         ) from error
     return status()
 
@@ -169,7 +170,10 @@ def register_run(record: Mapping[str, Any]) -> None:
         if _internal_kv_initialized():
             key = hashlib.sha256(str(record["run_dir"]).encode()).hexdigest().encode()
             _internal_kv_put(
-                _PREFIX + key, json.dumps(dict(record)).encode(), overwrite=True, namespace=_NAMESPACE
+                _PREFIX + key,
+                json.dumps(dict(record)).encode(),
+                overwrite=True,
+                namespace=_NAMESPACE,
             )
     except Exception:
         # Whoever looks on must not stop a run.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
 import tempfile
 import time
@@ -66,7 +65,7 @@ def _write(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written ({error.strerror})") from error

@@ -119,7 +119,9 @@ class Desk:
 def _encoded(document: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
-    except ValueError:  # a loss that is not finite, somewhere: rare, and looking for it first is slow
+    except (
+        ValueError
+    ):  # a loss that is not finite, somewhere: rare, and looking for it first is slow
         plain = without_nonfinite(document)
         return json.dumps(plain, allow_nan=False, separators=(",", ":")).encode()
 

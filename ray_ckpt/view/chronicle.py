@@ -145,10 +145,10 @@ class Chronicle:
         if kind in ALARMING or (kind == "drill" and not event.get("ok")):
             self.alerts.append(event)
         attempt = self.attempts[-1] if self.attempts else None
-        if attempt is not None and event.get("generation") == attempt.generation:
-            # The end of an attempt that nobody told is noted by the next one: no sign of life of the old one.
-            if kind != "interruption" or event.get("kind") != "lost":
-                attempt.last_seen = max(attempt.last_seen, time_s)
+        # The end of an attempt that nobody told is noted by the next one: no sign of life of the old one.
+        late = kind == "interruption" and event.get("kind") == "lost"
+        if attempt is not None and event.get("generation") == attempt.generation and not late:
+            attempt.last_seen = max(attempt.last_seen, time_s)
         if isinstance(event.get("verified"), str) and event["verified"]:
             line = self._line(event["verified"])
             line.verified_at = max(time_s, line.verified_at or 0.0)

@@ -17,7 +17,7 @@ from ray_ckpt.view.run_view import RunView
 MOST_RUNS = 200
 FIND_EVERY_S = 5.0
 LIST_BUDGET_S = 0.1
-RUN_BUDGET_S = 0.08
+RUN_BUDGET_S = 0.06
 
 Registered = Callable[[], Iterable[Mapping[str, Any]]]
 
@@ -90,7 +90,9 @@ class Gallery:
     def _storages(self) -> list[Path]:
         text = self._storage.strip()
         if is_uri(text):
-            self.problems.append(f"{shown(text)} is on an object store: only folders are looked through")
+            self.problems.append(
+                f"{shown(text)} is on an object store: only folders are looked through"
+            )
             return []
         return [Path(part).expanduser() for part in text.split(os.pathsep) if part]
 
@@ -123,8 +125,8 @@ class Gallery:
         line = view.summary()
         if not view.is_there:
             line["reasons"] = [
-                f"{view.folder} cannot be seen from the head node, or has nothing yet: runs that are to be shown need a "
-                "storage that the head node sees"
+                f"{view.folder} cannot be seen from the head node, or has nothing yet: a run that is to be shown "
+                "needs a storage that the head node sees"
             ]
             line["health"] = "attention"
         return {**line, "registered": bool(record), "actor": record.get("actor")}
@@ -148,7 +150,15 @@ def _written(folder: Path) -> float | None:
     return None
 
 
-_LIVELY = {"training": 0, "restarting": 0, "new": 0, "reading": 0, "lost": 1, "stopped": 1, "finished": 2}
+_LIVELY = {
+    "training": 0,
+    "restarting": 0,
+    "new": 0,
+    "reading": 0,
+    "lost": 1,
+    "stopped": 1,
+    "finished": 2,
+}
 
 
 def _order(line: Mapping[str, Any]) -> tuple[int, float, str]:

@@ -98,13 +98,19 @@ def _course(signs: Signs) -> list[tuple[Level, str]]:
         found.append(("attention", "restarting: no new step since the interruption"))
     if signs.state == "lost":
         found.append(
-            ("failing", "nobody drives the run, and it was not told to end; the same command goes on")
+            (
+                "failing",
+                "nobody drives the run, and it was not told to end; the same command goes on",
+            )
         )
     if signs.state == "stopped" and not signs.planned_end:
         found.append(("failing", "the run has ended early; the same command goes on"))
     if signs.fruitless >= 2:
         found.append(
-            ("failing", f"{signs.fruitless} attempts in a row ended without a new step or checkpoint")
+            (
+                "failing",
+                f"{signs.fruitless} attempts in a row ended without a new step or checkpoint",
+            )
         )
     limit_s = max(_SILENT_S, _SILENT_STEPS * (signs.step_s or 0.0))
     if signs.state == "training" and signs.silent_s is not None and signs.silent_s > limit_s:
@@ -119,7 +125,9 @@ def _copies(signs: Signs) -> list[tuple[Level, str]]:
         words = "save" if signs.failed_in_a_row == 1 else f"{signs.failed_in_a_row} saves"
         found.append((level, f"the last {words} failed: {signs.save_error}"))
     if signs.missing:
-        found.append(("failing", f"{_checkpoints(signs.missing)} gone without a word in the journal"))
+        found.append(
+            ("failing", f"{_checkpoints(signs.missing)} gone without a word in the journal")
+        )
     if signs.damaged:
         found.append(("attention", f"{_checkpoints(signs.damaged)} committed and not usable now"))
     if signs.state not in ("training", "restarting"):

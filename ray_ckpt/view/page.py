@@ -42,7 +42,7 @@ def frozen_page(document: Mapping[str, Any]) -> str:
 
 
 def embedded(document: Mapping[str, Any]) -> str:
-    """JSON that can stand in a script element whatever its strings are: no "<" in it, so neither its end nor a comment."""
+    """JSON that can stand in a script element whatever its strings are: without "<" it cannot end it."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")

@@ -26,7 +26,9 @@ from ray_ckpt.view.tail import Tail
 from ray_ckpt.view.track import Track
 
 SCHEMA = 1
-_FRESH_S = 60.0  # a sign of life this young means that somebody drives the run, whatever the lock says
+_FRESH_S = (
+    60.0  # a sign of life this young means that somebody drives the run, whatever the lock says
+)
 
 
 class RunView:
@@ -233,7 +235,9 @@ class RunView:
             "verified_at": entry.line and entry.line.verified_at,
         }
 
-    def detail(self, *, offset: int = 0, limit: int | None = 50, show: str = "all") -> dict[str, Any]:
+    def detail(
+        self, *, offset: int = 0, limit: int | None = 50, show: str = "all"
+    ) -> dict[str, Any]:
         """Everything of the run, as plain values.
 
         Args:
@@ -270,5 +274,7 @@ class RunView:
 
 def run_id(name: str, place: str) -> str:
     """What names a run in an address: its name, and a digest of where it is, as two runs may have one name."""
-    plain = "".join(char if char.isascii() and (char.isalnum() or char in "-_.") else "_" for char in name)
+    plain = "".join(
+        char if char.isascii() and (char.isalnum() or char in "-_.") else "_" for char in name
+    )
     return f"{plain[:80]}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"

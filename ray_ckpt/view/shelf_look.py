@@ -1,4 +1,4 @@
-"""What lies in a run's folder of checkpoints, looked at little by little: a manifest is read once, as it never changes."""
+"""What lies in a run's folder of checkpoints, looked at little by little: a manifest never changes and is read once."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ class ShelfLook:
         """Whether a checkpoint was in neither of the last two listings; a deletion is told only after it was done."""
         return self.listed and not self.problem and self._absent.get(name, 0) >= 2
 
-    def refresh(self, journalled: set[str], go_on: Callable[[], bool], *, now: bool = False) -> None:
+    def refresh(
+        self, journalled: set[str], go_on: Callable[[], bool], *, now: bool = False
+    ) -> None:
         """Lists the folder when it is time, and reads what is new, newest first, for as long as it may.
 
         Args:

@@ -142,7 +142,9 @@ class ShelfRows:
         if show == "pinned":
             return [entry for entry in self.entries if self._memory.pins.get(entry.name)]
         if show == "trouble":
-            return [entry for entry in self.entries if entry.state in TROUBLE or _drill_failed(entry)]
+            return [
+                entry for entry in self.entries if entry.state in TROUBLE or _drill_failed(entry)
+            ]
         return self.entries
 
     def row(self, entry: Entry) -> dict[str, Any]:

@@ -101,11 +101,13 @@ class Gallery:
         self.find()
         order = list(self._views.values())
         until = time.monotonic() + LIST_BUDGET_S
-        for view in order[self._turn :] + order[: self._turn]:
-            # The first look at what is there costs little; what is behind goes on in turn.
-            view.update(max(0.0, until - time.monotonic()))
-        behind = [number for number, view in enumerate(order) if view.behind_bytes]
-        self._turn = behind[0] if behind else 0
+        # In turn, and where the time ends the next call goes on: storage may be slow, and runs many.
+        for count in range(len(order)):
+            left_s = until - time.monotonic()
+            if count and left_s <= 0:
+                break
+            order[self._turn % len(order)].update(max(0.0, left_s))
+            self._turn = (self._turn + 1) % len(order)
         runs = [self._line(view) for view in order if view.is_there or self._records[view.id]]
         runs.sort(key=_order)
         return {

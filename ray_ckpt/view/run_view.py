@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.errors import StorageError
+from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tiers.address import shown
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME
 from ray_ckpt.tracker.lock import is_held
@@ -57,6 +57,7 @@ class RunView:
         self._look = ShelfLook(folder)
         self._problems: tuple[str, ...] = ()
         self._driven = False
+        self._looked = False
         self._health: Health | None = None
         self._behind = 0
         self._rows: tuple[tuple[int, int], ShelfRows] | None = None
@@ -77,6 +78,7 @@ class RunView:
             return deadline is None or time.monotonic() < deadline
 
         problems: list[str] = []
+        self._looked = True
         try:
             if self._journal.look():
                 self.chronicle, self._rows = Chronicle(), None
@@ -92,21 +94,25 @@ class RunView:
                 for line in lines:
                     self.track.add(line)
                 self._changed()
-        except StorageError as error:
+            if not self.remote:
+                self._look_at_shelf(go_on, now=budget_s is None)
+        except (ConfigError, StorageError) as error:
             problems.append(str(error))
-        if not self.remote:
-            before = self._look.version
-            self._look.refresh(set(self.chronicle.checkpoints), go_on, now=budget_s is None)
-            if self._look.version != before:
-                self._changed()
-            if self._look.problem:
-                problems.append(self._look.problem)
+        if self._look.problem:
+            problems.append(self._look.problem)
         try:
             driven = is_held(self.folder)
         except StorageError as error:
             driven = False
             problems.append(str(error))
         self._settle(driven, tuple(problems))
+
+    def _look_at_shelf(self, go_on: Callable[[], bool], *, now: bool) -> None:
+        before = self._look.version
+        try:
+            self._look.refresh(set(self.chronicle.checkpoints), go_on, now=now)
+        finally:
+            self.version += self._look.version != before
 
     def _changed(self) -> None:
         self.version += 1
@@ -131,7 +137,7 @@ class RunView:
     def is_there(self) -> bool:
         """Whether there is anything of the run."""
         read = self.chronicle.events or self.track.lines or self._look.entries
-        return bool(read or self.behind_bytes)
+        return bool(read or self.behind_bytes or not self._looked)
 
     @property
     def rows(self) -> ShelfRows:
@@ -147,7 +153,7 @@ class RunView:
     def state(self) -> str:
         """In one word: reading, new, training, restarting, finished, stopped or lost."""
         memory = self.chronicle.memory
-        if self.behind_bytes:
+        if self.behind_bytes or not self._looked:
             return "reading"
         if memory.finished_step is not None:
             return "finished"

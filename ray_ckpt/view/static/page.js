@@ -63,7 +63,7 @@
       if (name === "on") for (const [event, f] of Object.entries(value)) node.addEventListener(event, f);
       else if (known(value) && value !== false) node.setAttribute(name, value === true ? "" : value);
     }
-    for (const child of children.flat()) {
+    for (const child of children.flat(Infinity)) {
       if (known(child) && child !== false) node.append(child instanceof Node ? child : String(child));
     }
     return node;
@@ -159,11 +159,11 @@
     part("charts", [detail.attempts, detail.interruptions, detail.curve, detail.restarts, now.last_time], () =>
       el("div", { class: "two" }, timelineCard(), lossCard()));
     part("goodput", run.goodput, goodputCard);
-    drawTable();
     part("alerts", [detail.alerts, detail.drills], () =>
       el("div", { class: "two" },
-        linesCard("Alerts", detail.alerts, "none", (a) => a.line),
-        linesCard("Restore drills", detail.drills, "none yet: ray-ckpt drill RUN", (d) => (d.ok ? "\u25cf " : "\u25a0 FAILED ") + d.line)));
+        linesCard("Alerts, newest first", detail.alerts, "none", (a) => a.line),
+        linesCard("Restore drills, newest first", detail.drills, "none yet: ray-ckpt drill RUN", (d) => (d.ok ? "\u25cf " : "\u25a0 ") + d.line)));
+    drawTable();
     part("story", detail.story, () => linesCard("What happened, newest first", detail.story, "nothing yet", (s) => s.line));
   }
   function healthTile(run) {
@@ -216,14 +216,14 @@
           (known(plan.interval_s) ? " (" + duration(plan.interval_s) + ")" : "")), " because ", plan.reason),
         plan.tiers.map((t) => el("p", { class: "why soft" }, t.reason))]
       : [];
-    return el("section", { class: "card", "aria-label": "Now" }, el("dl", { class: "facts" }, items.map(([n, v]) => el("div", {}, el("dt", {}, n), el("dd", {}, v)))), why.flat());
+    return el("section", { class: "card", "aria-label": "Now" }, el("dl", { class: "facts" }, items.map(([n, v]) => el("div", { class: typeof v === "string" && v.length > 16 ? "long" : null }, el("dt", {}, n), el("dd", {}, v)))), why.flat());
   }
 
   // ---- charts -----------------------------------------------------------------------------------
   // A chart is drawn in pixels of its box, so that its text is as large as the page's.
   function chart(label, height, draw, items, say) {
     const image = svg("svg", { height, role: "img", "aria-label": label, tabindex: "0" });
-    const readout = el("p", { class: "readout", "aria-live": "polite" });
+    const readout = el("p", { class: "readout", "aria-live": "polite" }, "point at the chart, or use the arrow keys");
     let xOf = null, at = -1, width = 0;
     const render = () => {
       width = image.clientWidth;
@@ -287,19 +287,20 @@
       const nodes = [svg("line", { class: "axis", x1: left, x2: width, y1: base, y2: base }),
         svg("text", { x: 0, y: y(most) + 8 }, most), svg("text", { x: 0, y: base }, "0")];
       const seen = new Set();  // thousands of attempts are no more than the pixels of the chart
+      const thin = attempts.length > width / 8 ? " thin" : "", apart = stops.length > width / 8 ? 8 : 1;
       for (const a of attempts) {
         const end = a.ended_at || to, began = a.restored_at || end;
         const box = (t0, t1, name) => {
           const key = name + Math.round(x(t0)) + "-" + Math.round(x(t1)) + "-" + a.world_size;
           if (t1 < t0 || seen.has(key)) return;
           seen.add(key);
-          nodes.push(svg("rect", { class: name, x: x(t0), y: y(a.world_size), width: Math.max(1, x(t1) - x(t0)), height: base - y(a.world_size) }));
+          nodes.push(svg("rect", { class: name + thin, x: x(t0), y: y(a.world_size), width: Math.max(1, x(t1) - x(t0)), height: base - y(a.world_size) }));
         };
         box(a.started_at, Math.min(began, end), "starting");
         if (known(a.restored_at)) box(began, end, "bar");
       }
       for (const s of stops) {
-        const px = Math.round(x(Math.min(s.time, to))), key = px + (s.planned ? "p" : "f");
+        const px = apart * Math.round(x(Math.min(s.time, to)) / apart), key = px + (s.planned ? "p" : "f");
         if (seen.has(key)) continue;
         seen.add(key);
         nodes.push(s.planned
@@ -348,7 +349,8 @@
         const px = Math.round(x(r.step));
         if (px < left || seen.has(px)) continue;
         seen.add(px);
-        nodes.push(svg("line", { class: "restart", x1: px, x2: px, y1: 6, y2: base }));
+        const top = detail.restarts.length > width / 10 ? base - 8 : 6;  // a wall of lines would hide the curve
+        nodes.push(svg("line", { class: "restart", x1: px, x2: px, y1: top, y2: base }));
       }
       const line = (from, pick) => from.map((p, i) => (i ? "L" : "M") + x(p[0]).toFixed(1) + " " + y(pick(p)).toFixed(1)).join("");
       nodes.push(svg("path", { class: "band", d: line(finite, (p) => p[3]) + line([...finite].reverse(), (p) => p[2]).replace("M", "L") + "Z" }));

@@ -18,6 +18,8 @@ from ray_ckpt.view.page import frozen_page
 from ray_ckpt.view.place import FolderRun, RemoteRun, open_run
 from ray_ckpt.view.run_view import RunView
 
+_DOUBT_S = 1.0
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
@@ -56,7 +58,10 @@ def _document(run: FolderRun | RemoteRun) -> dict[str, Any]:
 
 def _frozen(view: RunView) -> dict[str, Any]:
     view.update()
-    view.update()  # a listing knows what is missing when it was made twice
+    if view.in_doubt:
+        # What is not there may just be deleted, and the journal about to tell it.
+        time.sleep(_DOUBT_S)
+        view.update()
     document = {**view.detail(limit=None), "frozen_at": time.time()}
     return dict(without_nonfinite(document))
 

@@ -16,6 +16,7 @@ from ray_ckpt.tracker.memory import DURABLE, PLANNED, RunMemory
 
 _STORY_EVENTS = 200
 _KEPT = 50
+_GONE_KEPT = 5000
 
 ALARMING = frozenset(
     {
@@ -113,6 +114,7 @@ class Chronicle:
         last_failure: of a save; None before the first, and after a commit.
         last_time: time of the newest event; a clock may jump back.
         deleted: how many checkpoints were deleted.
+        gone: names of the last ones, oldest first; what lists folders may not have seen it yet.
         events: how many were taken.
     """
 
@@ -128,6 +130,7 @@ class Chronicle:
     last_failure: dict[str, Any] | None = None
     last_time: float = 0.0
     deleted: int = 0
+    gone: dict[str, None] = field(default_factory=dict)
     events: int = 0
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -241,6 +244,9 @@ class Chronicle:
             return  # gone from one of its tiers
         if self.checkpoints.pop(name, None) is not None:
             self.deleted += 1
+        self.gone[name] = None
+        while len(self.gone) > _GONE_KEPT:
+            del self.gone[next(iter(self.gone))]
 
     def _on_drill(self, event: dict[str, Any], time_s: float) -> None:
         self.drills.append(event)

@@ -11,7 +11,7 @@ MOST_POINTS = 500
 class _Bucket(NamedTuple):
     key: int
     last_step: int
-    count: int
+    num_finite: int
     total: float
     low: float
     high: float
@@ -72,11 +72,10 @@ class Curve:
         """A list of step, mean, lowest, highest, and how many steps were not finite; None for what is not known."""
         found: list[list[Any]] = []
         for bucket in self._buckets:
-            if bucket.count:
-                mean = bucket.total / bucket.count
+            values: list[float | None] = [None, None, None]
+            if bucket.num_finite:
+                mean = bucket.total / bucket.num_finite
                 values = [_short(mean), _short(bucket.low), _short(bucket.high)]
-            else:
-                values = [None, None, None]
             found.append([bucket.last_step, *values, bucket.nonfinite])
         return found
 
@@ -85,7 +84,7 @@ def _merged(first: _Bucket, then: _Bucket) -> _Bucket:
     return _Bucket(
         then.key,
         then.last_step,
-        first.count + then.count,
+        first.num_finite + then.num_finite,
         first.total + then.total,
         min(first.low, then.low),
         max(first.high, then.high),

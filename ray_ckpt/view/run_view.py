@@ -136,6 +136,11 @@ class RunView:
         return self._journal.behind_bytes + self._lines.behind_bytes
 
     @property
+    def in_doubt(self) -> bool:
+        """Whether a checkpoint of the journal was not in the last listing; one more will tell."""
+        return not self.remote and self._look.in_doubt
+
+    @property
     def is_there(self) -> bool:
         """Whether there is anything of the run."""
         read = self.chronicle.events or self.track.lines or self._look.entries

@@ -98,6 +98,11 @@ class ShelfLook:
         """Whether the folder could be listed at least once."""
         return self._listed_at is not None
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether something was absent from the last listing and not from the one before."""
+        return 1 in self._absent.values()
+
     def is_missing(self, name: str) -> bool:
         """Whether a checkpoint was in neither of the last two listings; a deletion is told only after it was done."""
         return self.listed and not self.problem and self._absent.get(name, 0) >= 2

@@ -50,11 +50,11 @@ class ShelfRows:
     """
 
     def __init__(self, chronicle: Chronicle, look: ShelfLook | None) -> None:
-        self._memory = chronicle.memory
+        self._memory, gone = chronicle.memory, chronicle.gone
         self._writing = self._memory.generation if self._memory.attempt_open else -1
         seen: Mapping[str, Seen] = look.entries if look is not None else {}
         entries = []
-        for name in {*chronicle.checkpoints, *seen}:
+        for name in {*chronicle.checkpoints, *(seen.keys() - gone.keys())}:
             line, found = chronicle.checkpoints.get(name), seen.get(name)
             key = (line.step, line.generation) if line else parse_checkpoint_name(name)
             if key is not None and (state := self._state(name, key[1], line, found, look)):
@@ -122,7 +122,8 @@ class ShelfRows:
     def tiers(self, entry: Entry) -> dict[str, float]:
         """Tiers that have it, fastest first, and since when, seconds since the epoch; 0 when that is not known."""
         known = self._memory.tiers.get(entry.name, {})
-        found = {tier: known[tier] for tier in TIER_NAMES if tier in known and tier != DURABLE}
+        fast = [tier for tier in TIER_NAMES if tier in known and tier != DURABLE]
+        found: dict[str, float] = {tier: known[tier] for tier in fast}
         if entry.state == "committed":
             found[DURABLE] = known.get(DURABLE) or (entry.seen and entry.seen.committed_at) or 0.0
         return found

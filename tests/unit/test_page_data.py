@@ -260,12 +260,11 @@ def test_what_is_deleted_leaves_the_table_and_what_is_set_aside_stays(run: Run) 
     first, second = checkpoint_name(10, 1), checkpoint_name(20, 1)
     run.core.reject(2, second, [Fault("__0_0.distcp", "checksum differs")])
     run.core._record("delete", name=first, step=10, reason="no rule keeps it")
-    for path in (run.dir / "checkpoints" / first).iterdir():
-        path.unlink() if path.is_file() else None
+    # The journal tells that its deletion is done, whatever an older listing of the folder says.
     table = rows(view_of(run))
     assert table[second]["state"] == "quarantined"
     assert "checksum differs" in table[second]["fault"]
-    assert first not in table or table[first]["state"] == "not committed"
+    assert first not in table
     assert list(rows(view_of(run), show="trouble")) == [second]
 
 

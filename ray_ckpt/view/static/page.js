@@ -174,7 +174,8 @@
   function durableTile(run) {
     const copy = run.newest_durable, body = [el("h3", {}, "Newest durable copy")];
     if (!copy) {
-      body.push(el("p", { class: "big" }, "none yet"), el("p", { class: "soft" }, "a failure now would cost every step"));
+      body.push(el("p", { class: "big" }, run.counts.commits ? "none" : "none yet"),
+        run.state !== "finished" && el("p", { class: "soft" }, "a failure now would cost every step"));
     } else {
       const lag = copy.steps_since ? plural(copy.steps_since, "step") + " since" : "no step since";
       body.push(el("p", { class: "big" }, known(copy.at) ? [aged(copy.at, "old"), " old"] : "age unknown"),

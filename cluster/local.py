@@ -44,6 +44,7 @@ from cluster._cluster import LocalCluster
 from cluster._head import NodeStatus
 from cluster._launch import Settings, free_port
 from cluster._state import ClusterError, HealthCheck, UsageError, all_names
+from ray_ckpt import ray_dashboard
 
 __all__ = [
     "ClusterError",
@@ -145,6 +146,8 @@ def _up(options: argparse.Namespace) -> None:
     )
     cluster.up(keep=True)
     _print_status(cluster)
+    if settings.page and ray_dashboard.status().enabled:
+        print(f"checkpoints of its runs: {cluster.dashboard_url}/checkpoints")
     print("\nTo use it from this shell:\n")
     print(_exports(cluster))
 

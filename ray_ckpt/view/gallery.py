@@ -118,10 +118,6 @@ class Gallery:
             "storage": [str(path) for path in self._storages()],
         }
 
-    def version(self) -> int:
-        """A number that changes with what :meth:`list` says."""
-        return hash(tuple((view.id, view.version) for view in self._views.values()))
-
     def _line(self, view: RunView) -> dict[str, Any]:
         record = self._records[view.id]
         line = view.summary()

@@ -16,6 +16,7 @@ from importlib import resources
 from typing import Any
 
 _DATA = "null"
+_SCRIPTS = ("base.js", "charts.js", "table.js", "run.js", "page.js")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ def embedded(document: Mapping[str, Any]) -> str:
 
 
 def _assembled(data: str) -> Page:
-    style, script = _part("page.css"), _part("page.js")
+    style = _part("page.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_part, _SCRIPTS)) + "})();\n"
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -63,7 +65,8 @@ def _assembled(data: str) -> Page:
 
 
 def _part(name: str) -> str:
-    return resources.files("ray_ckpt.view").joinpath("static", name).read_text(encoding="utf-8")
+    folder = resources.files("ray_ckpt.view").joinpath("static")
+    return folder.joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

@@ -83,15 +83,15 @@ class RunView:
             if self._journal.look():
                 self.chronicle, self._rows = Chronicle(), None
                 self._changed()
-            while go_on() and (events := self._journal.read()):
-                for event in events:
+            while self._journal.behind_bytes and go_on():
+                for event in self._journal.read():
                     self.chronicle.apply(event)
                 self._changed()
             if self._lines.look():
                 self.track = Track()
                 self._changed()
-            while go_on() and (lines := self._lines.read()):
-                for line in lines:
+            while self._lines.behind_bytes and go_on():
+                for line in self._lines.read():
                     self.track.add(line)
                 self._changed()
             if not self.remote:

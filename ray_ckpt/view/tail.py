@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from ray_ckpt.errors import StorageError
 
 CHUNK_BYTES = 1 << 18
+LONGEST_BYTES = 1 << 26
 
 
 class Tail:
@@ -47,6 +49,8 @@ class Tail:
         except OSError as error:
             raise StorageError(f"{self.path} cannot be read ({error}).") from error
         else:
+            if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for ever
+                raise StorageError(f"{self.path} is no plain file")
             inode, size = found.st_ino, found.st_size
         other = self._offset > 0 and (inode != self._inode or size < self._offset)
         if other:
@@ -57,7 +61,7 @@ class Tail:
         return other
 
     def read(self) -> list[dict[str, Any]]:
-        """The next objects, about a quarter of a MiB of them; none when nothing is left.
+        """The next objects, about a quarter of a MiB of them; there may be more while :attr:`behind_bytes` is not 0.
 
         Raises:
             StorageError: the file cannot be read.
@@ -68,9 +72,13 @@ class Tail:
             with self.path.open("rb") as file:
                 data, at_end = self._chunk(file.fileno())
         except FileNotFoundError:
+            self._size = 0  # since the last look
             return []
         except OSError as error:
             raise StorageError(f"{self.path} cannot be read ({error}).") from error
+        if not at_end and b"\n" not in data:
+            self._offset += len(data)
+            return []  # no line of a journal: passed over, as what is torn
         whole, _, rest = data.rpartition(b"\n")
         found = [event for line in whole.split(b"\n") if (event := _object(line)) is not None]
         self._offset += len(data) - len(rest)
@@ -85,13 +93,13 @@ class Tail:
         return found
 
     def _chunk(self, handle: int) -> tuple[bytes, bool]:
-        """Bytes from where the last look ended, with at least one line end unless they are the last ones."""
+        """Bytes from where the last look ended, with a line end unless they are the last ones or too many."""
         size = CHUNK_BYTES
         while True:
             data = os.pread(handle, size, self._offset)
             if len(data) < size:
                 return data, True
-            if b"\n" in data:
+            if b"\n" in data or size >= LONGEST_BYTES:
                 return data, False
             size *= 2  # a line that is a whole log
 

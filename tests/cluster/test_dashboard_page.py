@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,7 +18,9 @@ from making import tracker_of
 from ray_copy import copy_ray
 
 from cluster.local import LocalCluster, Settings
+from ray_ckpt import ray_dashboard
 from ray_ckpt.ray_dashboard import SHIM_FOLDER, _shim
+from ray_ckpt.view.answers import Answer
 
 pytestmark = pytest.mark.cluster
 
@@ -66,14 +70,19 @@ def get(cluster: LocalCluster, path: str, **headers: str) -> tuple[int, dict[str
         return error.code, dict(error.headers), error.read()
 
 
-def test_runs_of_this_ray_are_shown_to_those_who_have_its_token(tmp_path: Path) -> None:
+def test_runs_of_this_ray_are_shown_to_those_who_have_its_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = copy_ray(tmp_path / "site")
+    monkeypatch.setattr(ray_dashboard, "_modules", lambda: (modules, ray_dashboard.READ_IN))
+    monkeypatch.delenv(ray_dashboard.VARIABLE)  # a cluster puts the page in by itself
     recorded = tmp_path / "runs" / "recorded"
     core = tracker_of(recorded)
     core.begin_attempt(2, ["a"])
     core.interruption("node_loss", "node gpu-17 died, with rank 1")
-    mine = environment(site(tmp_path / "site", _shim()), ROOT)
+    mine = environment(tmp_path / "site", ROOT)
     extra = mine | {"RAY_CKPT_STORAGE": str(recorded.parent)}
-    settings = Settings(auth="token", extra_env=extra, page=False)
+    settings = Settings(auth="token", extra_env=extra)
     with LocalCluster(nodes=1, cpus=1, settings=settings) as cluster:
         environ = cluster.client_environ()
         token = Path(environ["RAY_AUTH_TOKEN_PATH"]).read_text().strip()
@@ -147,3 +156,27 @@ def test_a_package_that_cannot_be_loaded_costs_the_page_and_nothing_else(tmp_pat
         # The agent of the node, which runs jobs, loads the same modules.
         job = cluster.submit([sys.executable, "-c", "print('works')"])
         assert cluster.wait_job(job, timeout_s=120) == "SUCCEEDED"
+
+
+def test_storage_that_hangs_costs_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits for a limited time, and those behind it do not wait at all."""
+    from ray_ckpt.view import head_module
+
+    monkeypatch.setattr(head_module, "ANSWER_S", 0.2)
+    module, hangs = head_module.RayCkptCheckpoints(None), threading.Event()
+    done = Answer(body=b"{}")
+
+    def slow(desk: Any) -> Answer:
+        hangs.wait(30)
+        return done
+
+    async def ask() -> None:
+        assert (await module._answer(slow)).status == 503
+        began_s = time.monotonic()
+        assert (await module._answer(lambda desk: done)).status == 503
+        assert time.monotonic() - began_s < 0.1
+        hangs.set()
+        while (await module._answer(lambda desk: done)).status != 200:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(ask(), 30))

@@ -209,7 +209,7 @@ def parsed(html: str) -> Scripts:
 def test_the_page_loads_nothing_and_lets_no_other_script_run() -> None:
     page = live_page()
     scripts = parsed(page.html)
-    assert scripts.links == ["#main", "/"]
+    assert scripts.links == ["#main", "./"]
     assert set(re.findall(r"https?://[^\s\"'`]+", page.html)) == {"http://www.w3.org/2000/svg"}
     assert "@import" not in page.html
     assert "url(" not in page.html

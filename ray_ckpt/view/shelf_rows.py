@@ -18,6 +18,7 @@ from ray_ckpt.view.keeping import recorded_rules
 from ray_ckpt.view.shelf_look import Seen, ShelfLook
 
 SHOWS = ("all", "usable", "pinned", "trouble")
+_JUDGED = ("committed", "quarantined", "damaged", "unreadable")
 TROUBLE = frozenset({"quarantined", "damaged", "missing", "unreadable"})
 
 
@@ -61,6 +62,10 @@ class ShelfRows:
                 entries.append(Entry(key, name, state, line, found))
         entries.sort(key=lambda entry: entry.key, reverse=True)
         self.entries = entries
+        if any(entry.state == "missing" for entry in entries):
+            # A tracker that was killed may have deleted what it had no time to tell: what no rule keeps is not missed.
+            wanted = self._plan(*_JUDGED, "missing")
+            self.entries = [e for e in entries if e.state != "missing" or wanted[e.name].keep]
 
     def _state(
         self,
@@ -90,12 +95,12 @@ class ShelfRows:
     @cached_property
     def _verdicts(self) -> dict[str, Verdict]:
         """What the rules of the run say of each; asked for only when the table is shown."""
+        return self._plan(*_JUDGED)
+
+    def _plan(self, *states: str) -> dict[str, Verdict]:
         rules, is_left = recorded_rules(self._memory), passed(self._memory.left)
-        records = [
-            self._record(entry, is_left)
-            for entry in self.entries
-            if entry.state in ("committed", "quarantined", "damaged", "unreadable")
-        ]
+        judged = [entry for entry in self.entries if entry.state in states]
+        records = [self._record(entry, is_left) for entry in judged]
         verdicts = plan(records, rules.policies(), quarantined=rules.quarantined)
         return {verdict.name: verdict for verdict in verdicts}
 

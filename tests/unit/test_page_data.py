@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -303,6 +304,29 @@ def test_a_checkpoint_that_is_gone_without_a_word_is_told_after_a_second_look(
     (run.dir / "elsewhere").rename(folder)
     view.update(1.0)
     assert rows(view)[name]["state"] == "committed"
+
+
+def test_what_the_rules_do_not_keep_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker that is killed between a deletion and its line leaves a journal that still names the checkpoint."""
+    monkeypatch.setattr(shelf_look, "LIST_EVERY_S", 0.0)
+    run = Run(tmp_path / "run")
+    run.begin()
+    names = []
+    for _ in range(4):
+        run.train(10)
+        names.append(run.save())
+    rules = {**run.core._options.retention.to_json(), "keep_newest": 2}
+    run.core._record("retention", rules=rules)
+    run.core._record("verified", name=names[-1], step=40, verified=names[-1], seconds=0.1)
+    for name in (names[0], names[2]):
+        shutil.rmtree(run.dir / "checkpoints" / name)
+    view = view_of(run)
+    view.update(1.0)
+    table = rows(view)
+    assert names[0] not in table
+    assert table[names[2]]["state"] == "missing"
 
 
 def test_a_damaged_manifest_is_no_durable_copy(run: Run) -> None:

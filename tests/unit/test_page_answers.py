@@ -380,3 +380,47 @@ def test_the_file_in_ray_never_raises(
     exec(compile(ray_dashboard._shim(), "shim", "exec"), {"__name__": "shim"})
     assert "no page /checkpoints" in caplog.text
     assert type(error).__name__ in caplog.text
+
+
+class Store:
+    """The key-value store of a cluster, as the dashboard's client shows it."""
+
+    def __init__(self, values: dict[bytes, bytes | None]) -> None:
+        self._values = values
+
+    def internal_kv_keys(self, prefix: bytes, namespace: bytes, timeout: float) -> list[bytes]:
+        return [key for key in self._values if key.startswith(prefix)]
+
+    def internal_kv_get(self, key: bytes, namespace: bytes, timeout: float) -> bytes | None:
+        return self._values[key]
+
+
+def test_what_no_run_registered_is_passed_over() -> None:
+    record = {"run": "mine", "run_dir": "/x"}
+    store = Store(
+        {
+            b"run:1": json.dumps(record).encode(),
+            b"run:2": b"{",
+            b"run:3": None,
+            b"run:4": b"[]",
+            b"a": b"{}",
+        }
+    )
+    assert ray_dashboard.registered_runs(store) == [record]
+    found = body(Desk(Gallery(lambda: [{}, {"run_dir": 3}, {"run": "x", "run_dir": ""}])).runs())
+    assert found["runs"] == []
+
+
+def test_a_store_that_fails_is_no_cluster_without_runs() -> None:
+    class Failing(Store):
+        def internal_kv_get(self, key: bytes, namespace: bytes, timeout: float) -> bytes | None:
+            raise RuntimeError("rpc")
+
+    with pytest.raises(StorageError, match="cannot be asked"):
+        ray_dashboard.registered_runs(Failing({b"run:1": b"{}"}))
+
+
+def test_an_address_among_the_folders_is_told_and_without_its_keys() -> None:
+    found = body(Desk(Gallery(storage="s3://KEY:SECRET@bucket/runs?secret_key=SECRET")).runs())
+    assert "s3://bucket/runs" in found["problems"][0]
+    assert "SECRET" not in json.dumps(found)

@@ -11,6 +11,7 @@ _RANK: dict[Level, int] = {"unknown": 0, "ok": 0, "attention": 1, "failing": 2}
 _LATE, _VERY_LATE = 3.0, 10.0  # times the interval
 _GRACE_S = 120.0  # less than this is no delay
 _SILENT_STEPS, _SILENT_S = 20.0, 300.0
+_LONG_START_S = 1800.0
 _FAILED_SAVES = 3
 _FIRST_COPY_S = 3600.0
 
@@ -95,7 +96,12 @@ def _course(signs: Signs) -> list[tuple[Level, str]]:
     if signs.trouble:
         found.append(("failing" if signs.trouble_stops else "attention", signs.trouble))
     if signs.state == "restarting":
-        found.append(("attention", "restarting: no new step since the interruption"))
+        if (signs.silent_s or 0.0) > _LONG_START_S:
+            found.append(("failing", "restarting for more than half an hour"))
+        else:
+            found.append(("attention", "restarting: no new step yet"))
+    if signs.state == "new" and signs.running_s > _LONG_START_S:
+        found.append(("attention", "starting for more than half an hour, and no step yet"))
     if signs.state == "lost":
         found.append(
             (

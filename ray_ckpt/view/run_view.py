@@ -7,6 +7,7 @@ answers say how much is still to be read.
 from __future__ import annotations
 
 import hashlib
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tiers.address import shown
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME
-from ray_ckpt.tracker.lock import is_held
+from ray_ckpt.tracker.lock import holder_host, is_held
 from ray_ckpt.tracker.memory import PLANNED
 from ray_ckpt.view import run_story
 from ray_ckpt.view.chronicle import Chronicle
@@ -26,9 +27,9 @@ from ray_ckpt.view.tail import Tail
 from ray_ckpt.view.track import Track
 
 SCHEMA = 1
-_FRESH_S = (
-    60.0  # a sign of life this young means that somebody drives the run, whatever the lock says
-)
+# A sign of life this young means that somebody drives the run, whatever the lock says: not every file system passes
+# locks on to other machines, and a tracker that is started again has none for a moment.
+_FRESH_S = {"elsewhere": 60.0, "here": 15.0}
 
 
 class RunView:
@@ -57,7 +58,7 @@ class RunView:
         self._look = ShelfLook(folder)
         self._problems: tuple[str, ...] = ()
         self._driven = False
-        self._looked = False
+        self._looked, self._lock_host, self._state = False, "", ""
         self._health: Health | None = None
         self._behind = 0
         self._rows: tuple[tuple[int, int], ShelfRows] | None = None
@@ -101,7 +102,7 @@ class RunView:
         if self._look.problem:
             problems.append(self._look.problem)
         try:
-            driven = is_held(self.folder)
+            driven, self._lock_host = is_held(self.folder), holder_host(self.folder)
         except StorageError as error:
             driven = False
             problems.append(str(error))
@@ -125,6 +126,9 @@ class RunView:
         if (driven, problems, bool(behind)) != (self._driven, self._problems, bool(self._behind)):
             self._changed()
         self._driven, self._problems, self._behind = driven, problems, behind
+        if (state := self.state()) != self._state:
+            self._state = state
+            self._changed()
         health = READING if behind else judge(self._signs())
         if health != self._health:
             self._health = health
@@ -165,15 +169,17 @@ class RunView:
         if memory.finished_step is not None:
             return "finished"
         last_s = max(self.chronicle.last_time, float(self.track.last.get("time") or 0.0))
-        driven = self._driven or 0 <= self._clock() - last_s < _FRESH_S
+        fresh_s = _FRESH_S["here" if self._lock_host == platform.node() else "elsewhere"]
+        driven = self._driven or 0 <= self._clock() - last_s < fresh_s
         if not self.chronicle.attempts:
             return "new" if driven else "stopped"
         if memory.attempt_open:
             attempt = self.chronicle.attempts[-1]
             if not driven:
                 return "lost"
-            stepped = attempt.generation in self.track.lives
-            return "training" if stepped or len(self.chronicle.attempts) == 1 else "restarting"
+            if attempt.generation in self.track.lives:
+                return "training"
+            return "new" if len(self.chronicle.attempts) == 1 else "restarting"
         last = self.chronicle.interruptions[-1] if self.chronicle.interruptions else None
         asked = last is not None and last.kind == "user_stop"
         return "restarting" if driven and not asked else "stopped"

@@ -21,6 +21,7 @@ from ray_ckpt.checkpoint.names import MANIFEST_NAME, checkpoint_name
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import StorageError
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME, read_lines
+from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.tracker.recall import recall
 from ray_ckpt.view import shelf_look
 from ray_ckpt.view.chronicle import Chronicle
@@ -364,6 +365,9 @@ FINE: dict[str, Any] = {
         ({"state": "stopped"}, "failing", "ended early"),
         ({"state": "lost"}, "failing", "nobody drives"),
         ({"state": "restarting"}, "attention", "restarting"),
+        ({"state": "restarting", "silent_s": 2000.0}, "failing", "half an hour"),
+        ({"state": "new"}, "attention", "half an hour"),
+        ({"state": "new", "running_s": 60.0}, "ok", "starting"),
         ({"silent_s": 400.0}, "failing", "no step for"),
         ({"durable_age_s": 310.0}, "attention", "three intervals"),
         ({"durable_age_s": 730.0}, "failing", "ten intervals"),
@@ -412,6 +416,28 @@ def test_a_run_that_nobody_drives_is_lost_or_stopped(run: Run) -> None:
     run.clock.now += 3600
     view = view_of(run)
     assert (view.state(), view.summary()["health"]) == ("stopped", "failing")
+
+
+def test_a_run_whose_driver_was_here_is_lost_sooner(run: Run) -> None:
+    """Of this machine the lock tells; of another one perhaps the file system does not."""
+    run.clock.now += 30
+    assert view_of(run).state() == "training"
+    RunLock(run.dir).close()
+    assert view_of(run).state() == "lost"
+    lock = RunLock(run.dir)
+    assert view_of(run).state() == "training"
+    lock.close()
+
+
+def test_an_attempt_without_a_step_is_a_start(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.begin()
+    assert view_of(run).state() == "new"
+    run.train(1)
+    assert view_of(run).state() == "training"
+    run.core.interruption("worker_error", "boom", group="g")
+    run.begin()
+    assert view_of(run).state() == "restarting"
 
 
 # ---- at once ----------------------------------------------------------------------------------------

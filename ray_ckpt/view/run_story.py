@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import asdict
 from typing import Any
 
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.tracker.memory import DURABLE
-from ray_ckpt.view.chronicle import Chronicle, InterruptionMark
+from ray_ckpt.view.chronicle import AttemptLine, Chronicle, InterruptionMark
 from ray_ckpt.view.human import shorten
 from ray_ckpt.view.story import tell
 from ray_ckpt.view.track import Track
@@ -61,19 +60,22 @@ def cost(chronicle: Chronicle, track: Track, mark: InterruptionMark) -> dict[str
 
 def interruption(chronicle: Chronicle, mark: InterruptionMark, track: Track) -> dict[str, Any]:
     """One interruption, as plain values, with what it cost."""
-    fields = asdict(mark)
-    return {**fields, "cause": shorten(mark.cause, _CAUSE_CHARS), **cost(chronicle, track, mark)}
+    return {
+        **_plain(mark),
+        "cause": shorten(mark.cause, _CAUSE_CHARS),
+        **cost(chronicle, track, mark),
+    }
 
 
 def attempts(chronicle: Chronicle) -> list[dict[str, Any]]:
     """The newest attempts, oldest first."""
-    return [asdict(attempt) for attempt in chronicle.attempts[-MOST_ATTEMPTS:]]
+    return [_plain(attempt) for attempt in chronicle.attempts[-MOST_ATTEMPTS:]]
 
 
 def marks(chronicle: Chronicle) -> list[dict[str, Any]]:
     """The newest interruptions, oldest first, without what each cost."""
     newest = chronicle.interruptions[-MOST_ATTEMPTS:]
-    return [{**asdict(mark), "cause": shorten(mark.cause)} for mark in newest]
+    return [{**_plain(mark), "cause": shorten(mark.cause)} for mark in newest]
 
 
 def restarts(chronicle: Chronicle) -> list[dict[str, Any]]:
@@ -192,3 +194,8 @@ def told(event: dict[str, Any]) -> str:
     with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
         line = tell(event)
     return shorten(line or "", _CAUSE_CHARS)
+
+
+def _plain(record: AttemptLine | InterruptionMark) -> dict[str, Any]:
+    """Its fields; `dataclasses.asdict` copies each value deeply, which is slow for thousands of them."""
+    return {name: getattr(record, name) for name in record.__slots__}

@@ -19,7 +19,7 @@ MOST_ATTEMPTS = 2000
 
 def present(chronicle: Chronicle, track: Track) -> dict[str, Any]:
     """Where the run stands."""
-    memory, last = chronicle.memory, track.last
+    memory, last = chronicle.memory, track.newest
     is_open = memory.attempt_open and last.get("generation") == memory.generation
     step = int(last["step"]) if is_open else memory.kept_step
     loss = last.get("loss")
@@ -55,7 +55,9 @@ def cost(chronicle: Chronicle, track: Track, mark: InterruptionMark) -> dict[str
         if life.new_time is not None:
             whole_s = None if began_s is None else max(0.0, life.new_time - began_s)
             return {"cost_s": whole_s, "redone_s": redone_s, "over": True, "until": number}
-    return {"cost_s": None, "redone_s": redone_s, "over": False, "until": None, "since": began_s}
+    ahead = track.ahead or {}
+    over = ahead.get("generation", 0) > mark.generation and ahead.get("step", 0) > mark.step
+    return {"cost_s": None, "redone_s": redone_s, "over": over, "until": None, "since": began_s}
 
 
 def interruption(chronicle: Chronicle, mark: InterruptionMark, track: Track) -> dict[str, Any]:
@@ -126,11 +128,14 @@ def durable_every_s(chronicle: Chronicle, step_s: float | None) -> float | None:
 
 
 def goodput(chronicle: Chronicle, track: Track) -> dict[str, Any]:
-    """How much of the time since the first attempt went into steps that count; the parts add up to all of it."""
+    """How much of the time since the first attempt went into steps that count; the parts add up to all of it.
+
+    Nothing is told before all lines of steps are read.
+    """
     memory = chronicle.memory
-    if memory.first_time is None:
+    if memory.first_time is None or track.ahead is not None:
         return {"wall_s": 0.0, "goodput": None, "buckets": {}}
-    last_s = max(chronicle.last_time, float(track.last.get("time") or 0.0))
+    last_s = max(chronicle.last_time, float(track.newest.get("time") or 0.0))
     wall_s = max(0.0, last_s - memory.first_time)
     kept_s = track.useful_until(present(chronicle, track)["step"])
     useful_s = min(kept_s, wall_s)

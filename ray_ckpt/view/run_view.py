@@ -17,7 +17,6 @@ from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tiers.address import shown
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME
 from ray_ckpt.tracker.lock import holder_host, is_held
-from ray_ckpt.tracker.memory import PLANNED
 from ray_ckpt.view import run_story
 from ray_ckpt.view.chronicle import Chronicle
 from ray_ckpt.view.health import READING, Health, Signs, judge
@@ -95,6 +94,8 @@ class RunView:
                 for line in self._lines.read():
                     self.track.add(line)
                 self._changed()
+            # Millions of steps take their time, and where the run stands is told at once.
+            self.track.ahead = self._lines.newest() if self._lines.behind_bytes else None
             if not self.remote:
                 self._look_at_shelf(go_on, now=budget_s is None)
         except (ConfigError, StorageError) as error:
@@ -111,7 +112,7 @@ class RunView:
     def _look_at_shelf(self, go_on: Callable[[], bool], *, now: bool) -> None:
         before = self._look.version
         # Of a journal that is half read nobody can say what should be there.
-        expected = set() if self.behind_bytes else set(self.chronicle.checkpoints)
+        expected = set() if self._journal.behind_bytes else set(self.chronicle.checkpoints)
         try:
             self._look.refresh(expected, go_on, now=now)
         finally:
@@ -129,7 +130,7 @@ class RunView:
         if (state := self.state()) != self._state:
             self._state = state
             self._changed()
-        health = READING if behind else judge(self._signs())
+        health = READING if self._journal.behind_bytes else judge(self._signs())
         if health != self._health:
             self._health = health
             self._changed()
@@ -152,8 +153,8 @@ class RunView:
 
     @property
     def rows(self) -> ShelfRows:
-        """The table of checkpoints, as of the last look; empty until all records are read."""
-        if self.behind_bytes:
+        """The table of checkpoints, as of the last look; empty until all of the journal is read."""
+        if self._journal.behind_bytes:
             return ShelfRows(Chronicle(), None)
         # Lines of steps come most often, and change no row of the table.
         now = (self.chronicle.events, self._look.version)
@@ -164,11 +165,11 @@ class RunView:
     def state(self) -> str:
         """In one word: reading, new, training, restarting, finished, stopped or lost."""
         memory = self.chronicle.memory
-        if self.behind_bytes or not self._looked:
+        if self._journal.behind_bytes or not self._looked:
             return "reading"
         if memory.finished_step is not None:
             return "finished"
-        last_s = max(self.chronicle.last_time, float(self.track.last.get("time") or 0.0))
+        last_s = max(self.chronicle.last_time, float(self.track.newest.get("time") or 0.0))
         fresh_s = _FRESH_S["here" if self._lock_host == platform.node() else "elsewhere"]
         driven = self._driven or 0 <= self._clock() - last_s < fresh_s
         if not self.chronicle.attempts:
@@ -177,7 +178,7 @@ class RunView:
             attempt = self.chronicle.attempts[-1]
             if not driven:
                 return "lost"
-            if attempt.generation in self.track.lives:
+            if self.track.has_steps_of(attempt.generation):
                 return "training"
             return "new" if len(self.chronicle.attempts) == 1 else "restarting"
         last = self.chronicle.interruptions[-1] if self.chronicle.interruptions else None
@@ -187,7 +188,7 @@ class RunView:
     def _signs(self) -> Signs:
         memory, now_s, present = self.chronicle.memory, self._clock(), self._present()
         durable, step_s = self.rows.newest_durable(), present["step_time_s"]
-        since_s = None if durable is None else self.rows.tiers(durable).get("durable")
+        since_s = None if durable is None else self.rows.saved_at(durable)
         last_step_s, first_s = present["last_step_at"], memory.first_time
         counts = self.rows.counts()["states"]
         trouble = memory.trouble or {}
@@ -197,7 +198,7 @@ class RunView:
         failure = self.chronicle.last_failure or {}
         return Signs(
             state=self.state(),
-            planned_end=bool(marks) and marks[-1].kind in PLANNED,
+            planned_end=bool(marks) and marks[-1].kind == "user_stop",
             step=present["step"],
             step_s=step_s,
             silent_s=None if last_step_s is None else now_s - last_step_s,
@@ -249,7 +250,8 @@ class RunView:
         return {
             "name": entry.name,
             "step": entry.key[0],
-            "at": self.rows.tiers(entry).get("durable") or None,
+            "at": self.rows.saved_at(entry),
+            "durable_at": self.rows.tiers(entry).get("durable") or None,
             "steps_since": max(0, step - entry.key[0]),
             "verified_at": entry.line and entry.line.verified_at,
         }

@@ -133,6 +133,12 @@ class ShelfRows:
             found[DURABLE] = known.get(DURABLE) or (entry.seen and entry.seen.committed_at) or 0.0
         return found
 
+    def saved_at(self, entry: Entry) -> float | None:
+        """When it was committed first, in whatever tier: a copy is as old as what is in it."""
+        line, seen = entry.line, entry.seen
+        times = (line and line.committed_at, seen and seen.committed_at)
+        return min((time_s for time_s in times if time_s), default=None)
+
     def newest_durable(self) -> Entry | None:
         """The newest checkpoint that is committed in the durable tier and may be restored."""
         is_left = passed(self._memory.left)
@@ -169,7 +175,7 @@ class ShelfRows:
             "state": entry.state,
             "fault": quarantined or fault,
             "guard": _guard(entry),
-            "committed_at": _first(seen and seen.committed_at, line and line.committed_at),
+            "committed_at": self.saved_at(entry),
             "tiers": self.tiers(entry),
             "verified_at": line and line.verified_at,
             "pins": sorted(self._memory.pins.get(entry.name, ())),

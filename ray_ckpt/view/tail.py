@@ -92,6 +92,22 @@ class Tail:
                 found.append(last)
         return found
 
+    def newest(self) -> dict[str, Any] | None:
+        """The last object of the file, whatever of it is read; None when its end tells of none.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                data = os.pread(file.fileno(), CHUNK_BYTES, max(0, self._size - CHUNK_BYTES))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be read ({error}).") from error
+        objects = (_object(line) for line in reversed(data.split(b"\n")))
+        return next((found for found in objects if found is not None), None)
+
     def _chunk(self, handle: int) -> tuple[bytes, bool]:
         """Bytes from where the last look ended, with a line end unless they are the last ones or too many."""
         size = CHUNK_BYTES

@@ -31,16 +31,30 @@ class Life:
 
 
 class Track:
-    """A fold over ``steps.jsonl``. The last line of a step counts; memory is 24 bytes a step."""
+    """A fold over ``steps.jsonl``. The last line of a step counts; memory is 24 bytes a step.
+
+    Attributes:
+        ahead: the newest line of all while those before it are still being read; None when all are.
+    """
 
     def __init__(self) -> None:
         self.lives: dict[int, Life] = {}
         self.last: dict[str, Any] = {}
+        self.ahead: dict[str, Any] | None = None
         self.best_step = 0
         self.executed_s = 0.0
         self.lines = 0
         self.curve = Curve()
         self._steps, self._losses, self._useful_s = array("q"), array("d"), array("d")
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The newest line; empty before the first."""
+        return self.last if self.ahead is None else self.ahead
+
+    def has_steps_of(self, generation: int) -> bool:
+        """Whether an attempt has made a step."""
+        return generation in self.lives or self.newest.get("generation") == generation
 
     @property
     def useful_s(self) -> float:

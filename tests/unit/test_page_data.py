@@ -499,3 +499,61 @@ def test_ten_thousand_checkpoints_are_told_at_once_and_a_new_one_costs_a_line(
     assert time.thread_time() - began_s < 0.2
     assert [event["event"] for event in taken] == ["finished"]
     assert view.version > before
+
+
+def test_where_a_run_stands_is_told_before_all_its_steps_are_read(run: Run) -> None:
+    """The journal is short; lines of steps may be gigabytes, and nobody waits for them at night."""
+    with (run.dir / STEPS_NAME).open("a") as file:
+        for step in range(36, 20_000):
+            file.write(json.dumps(line(step, 2, loss=3.0, time=run.clock.now)) + "\n")
+    view = RunView(run.dir, clock=lambda: run.clock.now)
+    view.update(0.0)  # not even the journal
+    assert (view.state(), view.summary()["health"]) == ("reading", "unknown")
+    while view.state() == "reading":
+        view.update(0.002)
+    summary = view.summary()
+    assert summary["behind_bytes"] > 0
+    assert (summary["state"], summary["present"]["step"], summary["health"]) == (
+        "training",
+        19_999,
+        "ok",
+    )
+    assert summary["newest_durable"]["step"] == 35
+    assert (summary["last_interruption"]["over"], summary["goodput"]["goodput"]) == (True, None)
+    view.update()
+    assert view.summary()["behind_bytes"] == 0
+    assert view.summary()["goodput"]["goodput"] is not None
+    assert view.summary()["present"] == summary["present"]
+
+
+def test_a_durable_copy_is_as_old_as_what_is_in_it(tmp_path: Path) -> None:
+    """A checkpoint that was saved in memory an hour ago and got to the disk now is an hour old."""
+    folder, now = tmp_path / "run", 1_700_000_000.0
+    folder.mkdir()
+    name = checkpoint_name(10, 1)
+    common = {"name": name, "step": 10, "bytes": 1, "generation": 1}
+    events = [
+        {"time": now, "generation": 1, "event": "attempt_started", "world_size": 1, "nodes": []},
+        {
+            "time": now + 1,
+            "event": "commit",
+            "tier": "memory",
+            "files": 1,
+            "stall_s": 0,
+            "upload_s": 0,
+            **common,
+        },
+        {
+            "time": now + 3600,
+            "event": "promote",
+            "tier": "durable",
+            "seconds": 1.0,
+            "tries": 1,
+            **common,
+        },
+    ]
+    (folder / JOURNAL_NAME).write_text("".join(json.dumps(event) + "\n" for event in events))
+    view = RunView(folder, remote="s3://bucket/runs")
+    view.update()
+    durable = view.summary()["newest_durable"]
+    assert (durable["at"], durable["durable_at"]) == (now + 1, now + 3600)

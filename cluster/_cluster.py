@@ -29,6 +29,7 @@ from cluster._state import (
     all_names,
     check_name,
 )
+from ray_ckpt.ray_dashboard import enable_if_possible
 
 _MAX_NODES = 250  # one address of a /24 each
 _POLL_S = 0.5
@@ -110,6 +111,8 @@ class LocalCluster:
         """
         sweep()
         self._check_port()
+        if self._settings.page:
+            enable_if_possible()
         with self._folders.lock(create=True):
             old = self._folders.load()
             if old is not None and any(node.is_running for node in old.nodes):

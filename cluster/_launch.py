@@ -52,6 +52,7 @@ class Settings:
         start_timeout_s: Seconds that one `ray start` may take.
         health: When a silent node is believed dead.
         extra_env: More environment variables for all processes of all nodes.
+        page: Whether to put the page of checkpoints into this Python's Ray, if it can be written.
     """
 
     auth: str = "disabled"
@@ -59,6 +60,7 @@ class Settings:
     start_timeout_s: float = 90.0
     health: HealthCheck = field(default_factory=HealthCheck)
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    page: bool = True
 
     def __post_init__(self) -> None:
         if self.auth not in ("disabled", "token"):

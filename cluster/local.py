@@ -44,6 +44,7 @@ from cluster._cluster import LocalCluster
 from cluster._head import NodeStatus
 from cluster._launch import Settings, free_port
 from cluster._state import ClusterError, HealthCheck, UsageError, all_names
+from ray_ckpt import ray_dashboard
 
 __all__ = [
     "ClusterError",
@@ -110,6 +111,11 @@ def _up_options(parser: argparse.ArgumentParser) -> None:
         help="failed checks in a row until a node counts as dead",
     )
     add(
+        "--no-page",
+        action="store_true",
+        help="leave this Python's Ray as it is: no page of checkpoints is put into its dashboard",
+    )
+    add(
         "--env",
         action="append",
         default=[],
@@ -128,6 +134,7 @@ def _up(options: argparse.Namespace) -> None:
             failures=options.health_failures,
         ),
         extra_env=dict(_assignment(text) for text in options.env),
+        page=not options.no_page,
     )
     port = options.dashboard_port
     cluster = LocalCluster(
@@ -139,6 +146,8 @@ def _up(options: argparse.Namespace) -> None:
     )
     cluster.up(keep=True)
     _print_status(cluster)
+    if settings.page and ray_dashboard.status().enabled:
+        print(f"checkpoints of its runs: {cluster.dashboard_url}/checkpoints")
     print("\nTo use it from this shell:\n")
     print(_exports(cluster))
 

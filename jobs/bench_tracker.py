@@ -3,9 +3,9 @@
     python jobs/bench_tracker.py [--quick] [--json FILE] [--folder DIR]
 
 A tracker in this process, without Ray: what is measured is its own work. A commit of 16,384 ranks is the look at as
-many files, one manifest with as many names, and its way to the disk. A journal of a million events is that of years; opening
-it is what a restarted tracker, or the head of a new cluster, does first. Steps are told by rank 0 alone, whatever the
-number of workers, so their rate is that of the steps.
+many files, one manifest with as many names, and its way to the disk. A journal of a million events is that of years;
+opening it is what a restarted tracker, or the head of a new cluster, does first. Steps are told by rank 0 alone,
+whatever the number of workers, so their rate is that of the steps.
 
 Exit code 0 only when all targets hold.
 """

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt import (
+    dashboard_command,
     drill_command,
     export_command,
     goodput_command,
     interruptions_command,
     plan_command,
+    report_command,
     simulate_command,
     steer_command,
 )
@@ -135,6 +137,13 @@ def build_parser() -> argparse.ArgumentParser:
     plan_command.add_command(commands, layout)
     simulate_command.add_command(commands, layout)
     add_retention_commands(add, step_help)
+    report = add(
+        "report",
+        report_command.command_report,
+        "Write what the dashboard shows of a run into one HTML file.",
+    )
+    report_command.add_arguments(report)
+    dashboard_command.add_dashboard_command(commands, layout)
     return parser
 
 

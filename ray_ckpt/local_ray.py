@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.ray_dashboard import enable_if_possible
+
 KEPT_SESSIONS = 5  # folders of ended jobs that are kept for their logs
 _PORT_VARIABLE = "RAY_GCS_SERVER_PORT"
 GRACE_S = 5.0  # Ray's own shutdown gets this long before the watchdog helps
@@ -44,6 +46,7 @@ def cluster(num_cpus: int) -> Iterator[Any]:
         return
     # Ray starts workers at nice 15: beside two busy processes on two cores they all but stand still.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    enable_if_possible()
     folder = _session_folder()
     watchdog = _start_watchdog(folder)
     try:

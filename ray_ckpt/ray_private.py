@@ -1,7 +1,7 @@
 """Names of Ray that are not public, in one place.
 
-Read in Ray 2.60.0. Each function checks that what it needs exists, and goes without it, with a warning,
-when it does not.
+Those of its dashboard are in :mod:`ray_ckpt.ray_dashboard`. Read in Ray 2.60.0. Each function checks that what it
+needs exists, and goes without it, with a warning, when it does not.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ray_ckpt import ray_dashboard
 from ray_ckpt.checkpoint.signature import take
 from ray_ckpt.clocks import Instant, submitted
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
@@ -205,6 +206,8 @@ def _opening(config: Config, context: Any) -> str:
         lines.append(
             f"dashboard http://{url} (actor ray_ckpt.tracker:{config.run}, Logs: ray_ckpt-{config.run}.log)"
         )
+        if not os.environ.get("RAY_ADDRESS") and ray_dashboard.status().enabled:
+            lines.append(f"checkpoints http://{url}/checkpoints")
     return "\n".join(lines)
 
 

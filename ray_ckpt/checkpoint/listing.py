@@ -76,7 +76,7 @@ def list_checkpoints(run_dir: Path) -> list[CheckpointEntry]:
     found = []
     for name in names or ():
         key = parse_checkpoint_name(name)
-        if key is not None and (entry := _look_at(root / name, *key)) is not None:
+        if key is not None and (entry := look_at(root / name, *key)) is not None:
             found.append(entry)
     return sorted(found, key=lambda e: (e.step, e.generation), reverse=True)
 
@@ -86,7 +86,7 @@ def usable(entries: list[AnyListed]) -> list[AnyListed]:
     return [entry for entry in entries if entry.usable]
 
 
-def _look_at(folder: Path, step: int, generation: int) -> CheckpointEntry | None:
+def look_at(folder: Path, step: int, generation: int) -> CheckpointEntry | None:
     """One line of the listing; None when the folder was deleted meanwhile or is not a folder."""
     manifest, fault, quarantined, unreadable, mistrusted = None, None, None, False, False
     if folder.is_symlink():

@@ -69,6 +69,15 @@ class FileEntry:
     checksum: str
     sha256: str | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a manifest."""
+        found: dict[str, Any] = {
+            "path": self.path,
+            "bytes": self.bytes,
+            "checksum": self.checksum,
+        }
+        return found if self.sha256 is None else {**found, "sha256": self.sha256}
+
     def __post_init__(self) -> None:
         _require_type("path", self.path, (str,))
         fault = path_fault(self.path)
@@ -191,11 +200,17 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The document that is stored, without its checksum."""
-        plain: dict[str, Any] = without_nonfinite(asdict(self))
-        for entry in plain["files"]:
-            if entry["sha256"] is None:
-                del entry["sha256"]
-        return {"schema": plain.pop("schema"), **plain}
+        # Not asdict(): it copies deep, and the files of a large run are tens of thousands.
+        plain: dict[str, Any] = {"schema": self.schema}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "files":
+                plain["files"] = [entry.to_json() for entry in self.files]
+            elif item.name == "skipped":
+                plain["skipped"] = [asdict(skip) for skip in self.skipped]
+            elif item.name != "schema":
+                plain[item.name] = without_nonfinite(value)
+        return plain
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Manifest:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,7 +21,9 @@ from ray_ckpt.checkpoint.names import checkpoint_name, parse_checkpoint_name
 from ray_ckpt.checkpoint.signature import Keys, active, install
 from ray_ckpt.clocks import Instant
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.ray_dashboard import register_run
 from ray_ckpt.ray_private import session_logs_dir
+from ray_ckpt.tiers.address import without_keys
 from ray_ckpt.tiers.ray_fleet import RayFleet
 from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.client import NAMESPACE, actor_name
@@ -80,6 +83,16 @@ class TrackerActor(TrackerCore):
             fleet=_fleet(facts, options, keys),
         )
         self.announce(submitted)
+        remote = without_keys(options.stack.remote) if options.stack.remote else ""
+        register_run(
+            {
+                "run": facts.run,
+                "run_dir": facts.run_dir,
+                "remote": remote,
+                "actor": actor_name(facts.run),
+                "registered_at": time.time(),
+            }
+        )
         threading.Thread(target=self._tick, name="tick", daemon=True).start()
 
     def advance(self) -> None:

@@ -86,3 +86,12 @@ def is_held(run_dir: Path) -> bool:
     except OSError as error:
         raise StorageError(f"{path} cannot be looked at ({error.strerror})") from error
     return False
+
+
+def holder_host(run_dir: Path) -> str:
+    """The machine of the process that holds, or last held, a run's lock; empty when that is not on record."""
+    try:
+        found = json.loads((run_dir / LOCK_NAME).read_text())
+        return str(found["host"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

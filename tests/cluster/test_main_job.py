@@ -64,7 +64,7 @@ def command(storage: Path, data: Path, *more: str) -> list[str]:
 def environment() -> dict[str, str]:
     # A Ray that happens to run on this machine must not be joined.
     clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    return clean | {"RAY_worker_niceness": "0"}
+    return clean | {"RAY_worker_niceness": "0", "RAY_CKPT_DASHBOARD": "0"}
 
 
 def run(args: list[str], timeout_s: float = 180) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,73 @@
+"""The page as one file: markup, style and script put together, with nothing loaded from anywhere else.
+
+Texts of users, such as names of runs and causes, are put in as text by the script, never as markup. A policy in the
+page itself lets no other script run.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+_DATA = "null"
+_SCRIPTS = ("base.js", "charts.js", "table.js", "run.js", "page.js")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page, and the content security policy that fits it."""
+
+    html: str
+    policy: str
+
+
+@functools.cache
+def live_page() -> Page:
+    """The page that asks the dashboard for its data."""
+    return _assembled(_DATA)
+
+
+def frozen_page(document: Mapping[str, Any]) -> str:
+    """The page of one run with its data in it: one file to keep, or to attach to an incident.
+
+    Args:
+        document: what ``GET /api/ray_ckpt/runs/ID`` answers, with all rows, and ``frozen_at``, seconds since the epoch.
+    """
+    return _assembled(embedded(document)).html
+
+
+def embedded(document: Mapping[str, Any]) -> str:
+    """JSON that can stand in a script element whatever its strings are: without "<" it cannot end it."""
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+def _assembled(data: str) -> Page:
+    style = _part("page.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_part, _SCRIPTS)) + "})();\n"
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    parts = {"policy": policy, "style": style, "script": script, "data": data}
+    html = _part("page.html")
+    pieces = html.split("%%")
+    # One pass: a text that was put in is not looked at again.
+    return Page("".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces)), policy)
+
+
+def _part(name: str) -> str:
+    folder = resources.files("ray_ckpt.view").joinpath("static")
+    return folder.joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

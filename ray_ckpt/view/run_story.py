@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ray_ckpt.policy.decision import steps_to_next
+from ray_ckpt.tracker.buckets import PHASES, Ledger
 from ray_ckpt.tracker.memory import DURABLE
 from ray_ckpt.view.chronicle import AttemptLine, Chronicle, InterruptionMark
 from ray_ckpt.view.human import shorten
@@ -127,8 +129,27 @@ def durable_every_s(chronicle: Chronicle, step_s: float | None) -> float | None:
     return None if step_s is None else every * step_s + upload_s + max(copies_s)
 
 
+# The buckets of the ledger as the bar shows them.
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "useful steps": ("useful",),
+    "steps that were lost": ("rework",),
+    "saving": ("stall", "slowdown"),
+    "data, evaluation": ("data_wait", "evaluation"),
+    "start, restarts": ("start", *PHASES),
+    "waiting, idle, unknown": ("waiting_for_resources", "idle", "unknown"),
+}
+
+
+def accounted(ledger: Ledger) -> dict[str, Any]:
+    """Where the wall time went, by the run's ledger, in the parts of the bar."""
+    parts = {
+        name: sum(ledger.buckets[each] for each in each_of) for name, each_of in _PARTS.items()
+    }
+    return {"wall_s": ledger.wall_s, "goodput": ledger.goodput, "buckets": parts}
+
+
 def goodput(chronicle: Chronicle, track: Track) -> dict[str, Any]:
-    """How much of the time since the first attempt went into steps that count; the parts add up to all of it.
+    """The same, roughly, where nobody has time for the ledger: since the first attempt; what is no step is one part.
 
     Nothing is told before all lines of steps are read.
     """

@@ -6,6 +6,7 @@ answers say how much is still to be read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import time
@@ -17,6 +18,7 @@ from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tiers.address import shown
 from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME
 from ray_ckpt.tracker.lock import holder_host, is_held
+from ray_ckpt.tracker.recall import read_ledger
 from ray_ckpt.view import run_story
 from ray_ckpt.view.chronicle import Chronicle
 from ray_ckpt.view.health import READING, Health, Signs, judge
@@ -29,6 +31,9 @@ SCHEMA = 1
 # A sign of life this young means that somebody drives the run, whatever the lock says: not every file system passes
 # locks on to other machines, and a tracker that is started again has none for a moment.
 _FRESH_S = {"elsewhere": 60.0, "here": 15.0}
+# The ledger reads all of a run's records again: of long runs only a report does, and others not all the time.
+_ACCOUNT_BYTES = 4 << 20
+_ACCOUNT_S, _ACCOUNT_SHARE = 5.0, 20.0
 
 
 class RunView:
@@ -61,6 +66,8 @@ class RunView:
         self._health: Health | None = None
         self._behind = 0
         self._rows: tuple[tuple[int, int], ShelfRows] | None = None
+        self._account: dict[str, Any] | None = None
+        self._account_after = 0.0  # monotonic seconds
         self.version = 0
 
     @property
@@ -108,6 +115,29 @@ class RunView:
             driven = False
             problems.append(str(error))
         self._settle(driven, tuple(problems))
+        if not self._behind:
+            self._make_account(whole=budget_s is None)
+
+    def _make_account(self, *, whole: bool) -> None:
+        """Folds the run's ledger anew, where that does not take long, and not all the time."""
+        began = time.monotonic()
+        if not whole and (began < self._account_after or self._record_bytes() > _ACCOUNT_BYTES):
+            return
+        try:
+            ledger = read_ledger(self.folder)
+        except StorageError:
+            return  # its records were read a moment ago: the next look will say what is wrong
+        now = time.monotonic()
+        self._account_after = now + _ACCOUNT_SHARE * (now - began) + _ACCOUNT_S
+        account = None if ledger is None else run_story.accounted(ledger)
+        if account != self._account:
+            self._account = account
+            self._changed()
+
+    def _record_bytes(self) -> int:
+        with contextlib.suppress(OSError):
+            return sum((self.folder / name).stat().st_size for name in (JOURNAL_NAME, STEPS_NAME))
+        return 0
 
     def _look_at_shelf(self, go_on: Callable[[], bool], *, now: bool) -> None:
         before = self._look.version
@@ -239,7 +269,7 @@ class RunView:
             "present": present,
             "newest_durable": self._newest_durable(present["step"]),
             "last_interruption": last,
-            "goodput": run_story.goodput(self.chronicle, self.track),
+            "goodput": self._account or run_story.goodput(self.chronicle, self.track),
             "counts": run_story.counts(self.chronicle),
         }
 

@@ -37,6 +37,10 @@ class CopyError(StorageError):
     """A copy of a file did not come through whole, and nothing of it is kept."""
 
 
+class HolderGoneError(StorageError):
+    """The process that holds a node's copies is gone, or does not answer; what it holds may be there."""
+
+
 class DamagedCopyError(RayCkptError):
     """A copy of a file has other bytes than its manifest says: storage answered, and what it gave is not it.
 

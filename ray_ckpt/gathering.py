@@ -45,7 +45,7 @@ class Gathering:
         node: str,
     ) -> None:
         self._plan, self._config, self._group = plan, config, group
-        self._holder = attempt.holders.get(node, "")
+        self._holder, self._generation = attempt.holders.get(node, ""), attempt.generation
         stack = config.tiers.stack()
         root = stack.root(stack.node_tiers[0], config.run_dir)
         self.folder = root / CHECKPOINTS_DIR / plan.name
@@ -105,7 +105,9 @@ class Gathering:
         timeout_s = self._config.saving.timeout_s
         try:
             actor = holder_by_name(self._holder)
-            ticket = actor.provide.remote(manifest=self._plan.manifest, sources=sources)
+            ticket = actor.provide.remote(
+                manifest=self._plan.manifest, sources=sources, generation=self._generation
+            )
             done, report = take(ticket, timeout_s)
         except RayCkptError as error:
             return Report(problems={"": str(error)})

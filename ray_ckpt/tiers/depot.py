@@ -16,7 +16,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +33,9 @@ from ray_ckpt.checkpoint.names import (
 )
 from ray_ckpt.checkpoint.paths import NotPlainFileError, behind_link, path_fault
 from ray_ckpt.checkpoint.storing import sync_folder
-from ray_ckpt.checkpoint.verify import Fault, hash_file, verify_files
+from ray_ckpt.checkpoint.verify import Fault, find_faults, hash_file, verify_files
 from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.arrival import Arrivals, Passing, open_inside, refusal
 from ray_ckpt.tiers.collect import LEAVING_NAME, remove_folder
 from ray_ckpt.tiers.housekeeping import read_back
@@ -112,12 +113,18 @@ class Depot:
             for entry in list_checkpoints(self.root)
         ]
 
-    def keep(self, manifest: Manifest, paths: Sequence[str]) -> str | None:
+    def keep(
+        self,
+        manifest: Manifest,
+        paths: Sequence[str],
+        allowed: Callable[[], None] = lambda: None,
+    ) -> str | None:
         """Commits this node's part of a checkpoint; the same call again changes nothing.
 
         Args:
             manifest: of the whole checkpoint.
             paths: the files of it that this node is to have.
+            allowed: asked last; raises when it must not be committed any more.
 
         Returns:
             None when it is committed; else what is not here, in words, and nothing was changed.
@@ -140,6 +147,7 @@ class Depot:
                     return f"{path} of {manifest.name}: {lack}"
             if self.sync:
                 self._settle(folder, paths)
+            allowed()
             write_manifest(folder, manifest)
         return None
 
@@ -156,6 +164,16 @@ class Depot:
             return folder / path if stat.S_ISREG((folder / path).lstat().st_mode) else None
         except OSError:
             return None
+
+    def fault(self, name: str, entry: FileEntry) -> Fault | None:
+        """What is wrong with a file; None when it is here with every byte right. Reads it.
+
+        One that cannot be read may be good (:attr:`ray_ckpt.checkpoint.verify.Fault.unreadable`).
+        """
+        folder = self.folder(name)
+        if folder.is_symlink():
+            return Fault(entry.path, f"unreadable: {LINKED}")
+        return next(iter(find_faults(folder, [entry])), None)
 
     def has(self, name: str, entry: FileEntry) -> bool:
         """Whether a file is here with every byte right; reads it."""
@@ -243,11 +261,13 @@ class Depot:
             if folder.is_symlink():
                 raise StorageError(f"cannot drop {folder}: {LINKED}. Remove the link.")
             try:
+                fault_point("depot.drop")
                 # The mark tells the next sweep that what is left here need not stay.
                 with contextlib.suppress(FileNotFoundError):
                     (folder / MANIFEST_NAME).rename(folder / LEAVING_NAME)
                     if self.sync:
                         sync_folder(folder)
+                fault_point("depot.dropped")
             except OSError as error:
                 raise refusal(f"cannot drop {folder}", error) from error
             if folder.exists() and (problem := remove_folder(folder)):

@@ -21,6 +21,7 @@ from ray_ckpt.checkpoint.manifest import FileEntry
 from ray_ckpt.checkpoint.names import is_record, parse_checkpoint_name
 from ray_ckpt.checkpoint.paths import NotPlainFileError, open_plain, path_fault
 from ray_ckpt.errors import ConfigError, CopyError
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.depot import Depot
 from ray_ckpt.tiers.handshake import (
     SHORTEST_TOKEN_BYTES,
@@ -223,6 +224,7 @@ def _stream(
             # One buffer: receiving ahead on another thread, beside hash and write, was measured as no faster.
             buffer, left = memoryview(bytearray(_CHUNK_BYTES)), entry.bytes
             while left:
+                fault_point("wire.receive")
                 count = patience.receive(peer, buffer[:left])
                 if not count:
                     raise PeerError(f"truncated: it ended {left} bytes before the end")
@@ -262,6 +264,7 @@ def _send(peer: socket.socket, handle: int, size: int) -> None:
     sent, left_s = 0, _SILENCE_S + size / _SLOWEST_BYTES_PER_S
     while sent < size:
         started = time.monotonic()
+        fault_point("wire.send")
         if left_s <= 0 or not writable.poll(1000 * min(_SILENCE_S, left_s)):
             raise TimeoutError("it takes nothing, or too slowly")
         left_s -= time.monotonic() - started

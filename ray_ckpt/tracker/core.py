@@ -129,6 +129,7 @@ class TrackerCore:
             self._last_step = max(self._last_step, int(recent[-1]["step"]))
         self._last_record: dict[str, Any] = {}
         self._segments = SegmentBook(facts)
+        self._replaced = False
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
         remote = remote_of(options.stack, self._dir)
@@ -144,7 +145,7 @@ class TrackerCore:
             clock=clock,
             aside=aside,
         )
-        self._places = self._make_places(fleet)
+        self._places = self._make_places(fleet, waits=aside is None)
         self._sanity = Sanity(
             entries=self._places.entries,
             rule=options.guard,
@@ -154,8 +155,11 @@ class TrackerCore:
             quarantine=self._house.quarantine,
             clock=clock,
         )
+        if self.memory.attempt_open:
+            # The workers may live on, and save; holders end with the tracker that they belong to.
+            self._places.take_up(self.memory.nodes)
 
-    def _make_places(self, fleet: Fleet | None) -> Places:
+    def _make_places(self, fleet: Fleet | None, waits: bool) -> Places:
         common: dict[str, Any] = {
             "house": self._house,
             "memory": self.memory,
@@ -170,18 +174,27 @@ class TrackerCore:
         def make_desk(places: OnNodes) -> TierDesk:
             hooks = Hooks(
                 record=self._record,
+                generation=lambda: self.memory.generation,
                 every_steps=self._pace.tier_every,
                 last_step=self.memory.tier_steps.get,
                 is_durable=places.is_durable,
-                seal=self._house.seal,
+                is_barred=places.is_barred,
+                seal=self._seal,
                 promoted=places.promoted,
                 is_left=lambda entry: left(entry, self.memory.left),
             )
-            return TierDesk(stack=stack, fleet=fleet, book=CopyBook(self._dir), hooks=hooks)
+            return TierDesk(
+                stack=stack,
+                fleet=fleet,
+                book=CopyBook(self._dir),
+                hooks=hooks,
+                aside=None if waits else Thread("seal"),
+            )
 
         return OnNodes(
             **common,
             direct=not stack.remote,
+            record=self._record,
             aside=Thread("records"),
             make_desk=make_desk,
             on_durable=self._on_durable,
@@ -231,7 +244,7 @@ class TrackerCore:
         self._tell_tiers()
         self._pace.begin_attempt()
         self._decide()
-        self._places.began(generation)
+        self._places.began()
         return Attempt(
             generation=generation,
             plan=self._plan(entry),
@@ -266,7 +279,8 @@ class TrackerCore:
             seconds=seconds,
             source=source,
             reason=reason,
-            verified=source or None,  # every byte was read and compared on the way in
+            # Every byte was read and compared on the way in; of copies on nodes, that says nothing of the durable ones.
+            verified=None if self._places.on_nodes(source) else source or None,
             lost_steps_more=lost_steps_more,
         )
         self._places.restoring("")
@@ -441,7 +455,27 @@ class TrackerCore:
 
     def advance(self) -> None:
         """Takes on record what was done aside, and begins what is due; neither waits nor raises."""
+        try:
+            self._check_alone()
+        except StaleGenerationError as error:
+            if not self._replaced:
+                logger.error("%s", error)
+            self._replaced = True  # nobody calls who is told: what comes from here must not either
+            return
         self._places.advance()
+
+    def _seal(self, manifest: Manifest) -> str | None:
+        """Commits a checkpoint in the durable tier; runs aside, and may have been frozen there."""
+        fault_point("durable.seal")
+        try:
+            newest = last_generation(self._dir / JOURNAL_NAME)
+        except StorageError as error:
+            return str(error)
+        if newest > self.memory.generation:
+            return f"attempt {newest} of another tracker has begun"
+        problem = self._house.seal(manifest)
+        fault_point("durable.sealed")
+        return problem
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
         """Makes a written checkpoint usable, or says in the journal why not.
@@ -665,8 +699,8 @@ class TrackerCore:
 
     def _highest_generation(self) -> int:
         """The highest generation that left a trace: a journal may be lost, and its generations not."""
-        folders = (entry.generation for entry in self._places.entries())
-        return max(self.memory.generation, self._last_generation, *folders)
+        traces = self._places.newest_generation
+        return max(self.memory.generation, self._last_generation, traces)
 
     def _kept_step(self) -> int:
         """Where a new attempt would begin."""

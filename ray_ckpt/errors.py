@@ -37,6 +37,10 @@ class CopyError(StorageError):
     """A copy of a file did not come through whole, and nothing of it is kept."""
 
 
+class CutOffError(CopyError):
+    """A copy broke off on its way, which says nothing about what it was a copy of."""
+
+
 class HolderGoneError(StorageError):
     """The process that holds a node's copies is gone, or does not answer; what it holds may be there."""
 

@@ -45,7 +45,7 @@ class Gathering:
         node: str,
     ) -> None:
         self._plan, self._config, self._group = plan, config, group
-        self._holder, self._generation = attempt.holders.get(node, ""), attempt.generation
+        self._holder, self._generation = plan.holders.get(node, ""), attempt.generation
         stack = config.tiers.stack()
         root = stack.root(stack.node_tiers[0], config.run_dir)
         self.folder = root / CHECKPOINTS_DIR / plan.name

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, list_checkpoints
-from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
 from ray_ckpt.checkpoint.names import (
     CHECKPOINTS_DIR,
     LINKED,
@@ -34,7 +34,7 @@ from ray_ckpt.checkpoint.names import (
 from ray_ckpt.checkpoint.paths import NotPlainFileError, behind_link, path_fault
 from ray_ckpt.checkpoint.storing import sync_folder
 from ray_ckpt.checkpoint.verify import Fault, find_faults, hash_file, verify_files
-from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.errors import ConfigError, ManifestError, StorageError
 from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.arrival import Arrivals, Passing, open_inside, refusal
 from ray_ckpt.tiers.collect import LEAVING_NAME, remove_folder
@@ -150,6 +150,29 @@ class Depot:
             allowed()
             write_manifest(folder, manifest)
         return None
+
+    def renounce(self, manifest: Manifest) -> None:
+        """Takes a manifest away that is damaged, or another one than the run goes by; its files stay.
+
+        One node's bad manifest must not keep it from a checkpoint that others have.
+
+        Raises:
+            StorageError: storage failed, or the folder is a link.
+        """
+        folder = self.folder(manifest.name)
+        base = self.root / CHECKPOINTS_DIR
+        try:
+            with self._lock, open_inside(base, f"{manifest.name}/{MANIFEST_NAME}") as (at, last):
+                try:
+                    wrong = read_manifest(folder) != manifest
+                except ManifestError as error:
+                    wrong = error.fault != "missing"
+                if wrong:
+                    os.unlink(last, dir_fd=at)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise refusal(f"cannot delete the manifest in {folder}", error) from error
 
     def find(self, name: str, path: str) -> Path | None:
         """The plain file that has a path here, whole or not; None when there is none.
@@ -279,7 +302,7 @@ class Depot:
         """Clears away what was never committed: folders of attempts that are over, and broken-off copies.
 
         Args:
-            keep: names of checkpoints that are not touched.
+            keep: names of checkpoints that stay.
             older_than_generation: folders without a manifest of earlier attempts go, and those whose end was
                 begun.
 
@@ -291,12 +314,10 @@ class Depot:
         """
         gone, problems = [], list[str]()
         for holding in self.inventory():
-            if holding.name in keep:
-                continue
             leaving = os.path.lexists(self.folder(holding.name) / LEAVING_NAME)
             over = leaving or holding.generation < older_than_generation
             try:
-                if holding.fault == NO_MANIFEST and over:
+                if holding.fault == NO_MANIFEST and over and holding.name not in keep:
                     self.drop(holding.name)
                     gone.append(holding.name)
                 else:

@@ -29,6 +29,7 @@ from ray_ckpt.checkpoint.paths import NotPlainFileError
 from ray_ckpt.errors import (
     ConfigError,
     CopyError,
+    CutOffError,
     ManifestError,
     StaleGenerationError,
     StorageError,
@@ -355,6 +356,8 @@ class Holder:
             return report
         fault_point("holder.copied")
         try:
+            self._fences[tier].check(generation)
+            self._depots[tier].renounce(manifest)
             problem = self._keep(tier, manifest, report.done, generation)
         except (StorageError, ConfigError, ManifestError, StaleGenerationError) as error:
             problem = str(error)
@@ -382,6 +385,8 @@ class Holder:
                 try:
                     copy(entries[path], source)
                     return None
+                except CutOffError as error:
+                    problem = str(error)  # the other node may be gone, and what it has be good
                 except CopyError as error:
                     problem = str(error)
                     if source.place is None:

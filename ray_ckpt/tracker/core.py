@@ -297,6 +297,8 @@ class TrackerCore:
     ) -> RestorePlan | None:
         """The holders did not give a checkpoint back: offers it from the durable folder, or an older one.
 
+        When one of them had died, it is replaced, and the same is offered again.
+
         Args:
             generation: of the attempt.
             name: of the checkpoint.
@@ -308,6 +310,9 @@ class TrackerCore:
         """
         self._check(generation)
         assert isinstance(self._places, OnNodes)
+        if not damaged and self._places.desk.revive(name):
+            entry = next(e for e in self._places.entries() if e.folder.name == name)
+            return self._plan(entry)
         self._places.desk.pass_over(name)
         if damaged:
             findings = [{"path": path, "fault": "not as written"} for path in damaged]
@@ -778,7 +783,8 @@ class TrackerCore:
         plan = restore_plan(entry, entries, self._passed(entries))
         sources = self._places.sources(plan.name)
         where = f", from {described(sources)}" if sources else ""
-        return replace(plan, reason=f"{plan.reason}{where}", sources=sources)
+        holders = self._places.holders() if sources else {}
+        return replace(plan, reason=f"{plan.reason}{where}", sources=sources, holders=holders)
 
     def _passed(self, entries: list[Listed]) -> dict[str, str]:
         """Usable checkpoints that are passed over just now, and why."""

@@ -36,7 +36,8 @@ class RunMemory:
         generation: of the newest attempt; 0 before the first.
         attempt_open: whether the newest attempt has neither been interrupted nor finished.
         world_size: workers of the newest attempt.
-        nodes: that they were on.
+        nodes: that they are on.
+        all_nodes: that any attempt had workers on; those that live may have copies.
         first_time: time of the first event, seconds since the epoch.
         interruptions: how many, by kind.
         lost_steps: steps executed and lost, over all interruptions.
@@ -89,6 +90,7 @@ class RunMemory:
     attempt_open: bool = False
     world_size: int = 0
     nodes: tuple[str, ...] = ()
+    all_nodes: dict[str, None] = field(default_factory=dict)
     first_time: float | None = None
     interruptions: Counter[str] = field(default_factory=Counter)
     lost_steps: int = 0
@@ -199,6 +201,7 @@ class RunMemory:
         self._begin()
         self.world_size = int(event["world_size"])
         self.nodes = tuple(dict.fromkeys(node for node in event.get("nodes", ()) if node))
+        self.all_nodes |= dict.fromkeys(self.nodes)
 
     def _on_restored(self, event: dict[str, Any]) -> None:
         self.kept_step = self.last_save_step = int(event["step"])

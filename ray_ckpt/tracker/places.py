@@ -246,14 +246,14 @@ class OnNodes:
 
     def take_up(self, nodes: Sequence[str]) -> None:
         try:
-            self.desk.begin(nodes)
+            self.desk.begin(nodes, also=[*self._memory.all_nodes])
         except RayCkptError:
             logger.exception("the copies on the nodes are not served for now")
         self._remember()
 
     def begin(self, nodes: Sequence[str]) -> None:
-        # Copies may also be where the last attempt had workers, and this one has none.
-        self.desk.begin(nodes, also=self._memory.nodes)
+        # Copies may also be where an attempt before had workers, and this one has none.
+        self.desk.begin(nodes, also=[*self._memory.all_nodes])
 
     @property
     def newest_generation(self) -> int:

@@ -29,6 +29,7 @@ from ray_ckpt.tracker.transfers import Transfer, places_of, replicas
 
 logger = logging.getLogger(__name__)
 
+_REVIVALS = 3  # of holders, in one restore
 _EVIDENCE_S = 3600.0  # then a refused checkpoint leaves the nodes, kept elsewhere or not
 
 
@@ -103,6 +104,9 @@ class TierDesk:
         self._late: dict[str, Any] = {}  # node to a commit that it has not answered
         self._in_use, self._moved_on = "", False  # what the attempt restores, and whether it has
         self._nodes: tuple[str, ...] = ()
+        self._also: tuple[str, ...] = ()
+        self._handed_out: dict[str, str] = {}  # node to the holder that workers were told of
+        self._revivals = 0
 
     # ---- attempts -------------------------------------------------------------------------------
 
@@ -122,10 +126,15 @@ class TierDesk:
         self._greeted.clear()
         self._in_use, self._moved_on = "", False
         self._nodes = tuple(dict.fromkeys(node for node in nodes if node))
-        self._fleet.gather([*self._nodes, *also])
-        self.refresh()
+        self._also, self._revivals = tuple(also), 0
+        self._gather()
         # Nodes may be gone, or new.
         self._settled = {name for name in self._book.names() if self._has_replicas(name)}
+
+    def _gather(self) -> None:
+        self._fleet.gather([*self._nodes, *self._also])
+        self._handed_out = self._fleet.names()
+        self.refresh()
 
     def sweep(self) -> None:
         """Puts on record what the nodes hold, and clears away what attempts before this one never committed."""
@@ -189,6 +198,21 @@ class TierDesk:
                 node=place.node,
                 path=path,
             )
+
+    def revive(self, name: str) -> bool:
+        """Whether a checkpoint that was not given back can be had after all: a holder had died, or hung.
+
+        What a dead holder held is there still. Nobody trains meanwhile, so this waits for another holder.
+        """
+        if name in self._passed or self._revivals >= _REVIVALS:
+            return False
+        self._revivals += 1
+        before = self._handed_out
+        try:
+            self._gather()
+        except RayCkptError:
+            logger.exception("not every node has a holder")
+        return self._handed_out != before and self._book.complete(name)
 
     def pass_over(self, name: str) -> None:
         """The copies on the nodes did not give a checkpoint back: this attempt does not ask them again."""

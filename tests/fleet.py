@@ -84,7 +84,7 @@ class LocalFleet:
             holder.close()
 
     def names(self) -> dict[str, str]:
-        return {node: f"holder of {node}" for node in self.holders}
+        return {node: f"{node} {id(holder)}" for node, holder in self.holders.items()}
 
     def domains(self, label: str) -> dict[str, str]:
         return {node: found[label] for node, found in self.labels.items() if label in found}

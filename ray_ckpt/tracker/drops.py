@@ -64,6 +64,12 @@ class Drops:
                 del self._waiting[key]
                 self._start(key, tries)
 
+    def hurry(self, node: str) -> None:
+        """A node has a holder again: what waits for it waits no longer."""
+        for key, (tries, _) in self._waiting.items():
+            if key[0] == node:
+                self._waiting[key] = tries, self._clock()
+
     def wait(self, name: str, timeout_s: float) -> str:
         """Waits for the drops of a checkpoint that comes again; what is in the way, in words, or nothing.
 

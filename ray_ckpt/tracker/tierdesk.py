@@ -89,7 +89,7 @@ class TierDesk:
         self._stack, self._fleet, self._book, self._hooks = stack, fleet, book, hooks
         self._clock, self._aside = clock, aside or Inline()
         self._health = Health(fleet)
-        self._drops = Drops(fleet, hooks.generation, clock)
+        self._drops = Drops(fleet, hooks.generation, lambda: self._clock())
         self._greeted: dict[
             str, Any
         ] = {}  # node with a new holder to the call that tells what it has
@@ -368,6 +368,7 @@ class TierDesk:
             del self._greeted[node]
             self._book.welcome(node, found)
             self._sweep(node)
+            self._drops.hurry(node)
 
     def _told(self, ticket: Any) -> bool:
         """Whether a call has ended, however."""

@@ -273,8 +273,12 @@ class Depot:
         except OSError as error:
             raise refusal(f"cannot delete {place}", error) from error
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, allowed: Callable[[], None] = lambda: None) -> None:
         """Ends what is here of a checkpoint: first its manifest, then the files.
+
+        Args:
+            name: of the checkpoint.
+            allowed: asked last; raises when it must not end any more.
 
         Raises:
             StorageError: the folder is a link, or something cannot be deleted; call it again.
@@ -285,6 +289,7 @@ class Depot:
                 raise StorageError(f"cannot drop {folder}: {LINKED}. Remove the link.")
             try:
                 fault_point("depot.drop")
+                allowed()
                 # The mark tells the next sweep that what is left here need not stay.
                 with contextlib.suppress(FileNotFoundError):
                     (folder / MANIFEST_NAME).rename(folder / LEAVING_NAME)

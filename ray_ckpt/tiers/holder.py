@@ -289,7 +289,7 @@ class Holder:
         """Ends what is here of a checkpoint."""
         self._fences[tier].check(generation)
         self._disprove(name)
-        self._depots[tier].drop(name)
+        self._depots[tier].drop(name, lambda: self._fences[tier].check(generation))
 
     def forget(self, tier: NodeTier, generation: int) -> None:
         """Ends all that is here in a tier."""

@@ -722,6 +722,7 @@ class TrackerCore:
         A full disk must not stop training, nor undo a commit that is in place: a line that cannot be
         written waits for the next one, unless it ``must`` be on record before it counts.
         """
+        self._check_alone()  # a late line would be the newest of its kind to whoever reads them again
         generation = fields.pop("generation", self.memory.generation)
         line = {"time": self._clock(), "generation": generation, "event": event, **fields}
         self._journal.add(line)

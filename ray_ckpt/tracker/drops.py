@@ -64,6 +64,13 @@ class Drops:
                 del self._waiting[key]
                 self._start(key, tries)
 
+    def leave(self, node: str) -> None:
+        """Waits no longer for a holder that hangs, or is gone: the next one is asked."""
+        for key, (_, tries) in list(self._tickets.items()):
+            if key[0] == node:
+                del self._tickets[key]
+                self._waiting[key] = tries, self._clock() + _PAUSE_S
+
     def hurry(self, node: str) -> None:
         """A node has a holder again: what waits for it waits no longer."""
         for key, (tries, _) in self._waiting.items():

@@ -338,6 +338,7 @@ class TierDesk:
                 problem=f"the holder on node {node} does not answer: another one is started",
             )
             self._late.pop(node, None)
+            self._drops.leave(node)
             for transfer in self._transfers.values():
                 transfer.leave(node)
         for node in {node for each in self._transfers.values() for node in each.gone}:
@@ -369,6 +370,7 @@ class TierDesk:
             self._book.welcome(node, found)
             self._sweep(node)
             self._drops.hurry(node)
+            self._given_up.clear()  # it may have been this node that was in the way
 
     def _told(self, ticket: Any) -> bool:
         """Whether a call has ended, however."""
@@ -382,6 +384,7 @@ class TierDesk:
         """Another holder takes the place of one that is gone."""
         if error is None or isinstance(error, HolderGoneError):
             self._health.forget(node)
+            self._drops.leave(node)
             self._fleet.renew(node)
 
     def _sweep(self, node: str) -> None:

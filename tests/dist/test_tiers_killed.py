@@ -196,6 +196,16 @@ class Life:
                 return
         raise AssertionError(f"{name} does not get its replicas: {desk._transfers}")
 
+    def settle_anything(self) -> None:
+        """Until nothing is under way."""
+        deadline = time.monotonic() + 30
+        desk = self.core._places.desk  # type: ignore[attr-defined]
+        while time.monotonic() < deadline:
+            self.look()
+            if not desk._transfers and not desk._drops.owing and not desk._greeted:
+                return
+        raise AssertionError(f"it does not come to rest: {desk._transfers}")
+
     def lose(self, lost: list[str]) -> None:
         """Nodes die at once, and the attempt with them."""
         for node in lost:

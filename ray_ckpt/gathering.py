@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
-from ray_ckpt.checkpoint.restore import NotBroughtError, load
+from ray_ckpt.checkpoint.restore import NotBroughtError, bring_together, load
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.state.train_state import TrainState
@@ -58,15 +58,7 @@ class Gathering:
         Raises:
             NotBroughtError: on every rank, when one of them could not get a file.
         """
-        problem = ""
-        try:
-            self.bring({_METADATA})
-        except NotBroughtError as error:
-            problem = str(error)
-        problems: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(problems, problem, group=self._group)
-        if text := next(filter(None, problems), ""):
-            raise NotBroughtError(text)
+        bring_together(self.bring, {_METADATA}, self._group)
         return load(
             state,
             self.folder,

@@ -61,8 +61,8 @@ class LocalFleet:
         if holder is not None:
             holder.close()
 
-    def gather(self, nodes: Sequence[str]) -> None:
-        for node in nodes:
+    def gather(self, nodes: Sequence[str], also: Sequence[str] = ()) -> None:
+        for node in (*nodes, *also):
             if node not in self.holders and node not in self.dead:
                 self.holders[node] = Holder(
                     node=node,

@@ -18,9 +18,10 @@ QUICK_S = 20.0  # for what reads no files
 class Fleet(Protocol):
     """Calls methods of :class:`ray_ckpt.tiers.holder.Holder` on nodes."""
 
-    def gather(self, nodes: Sequence[str]) -> None:
+    def gather(self, nodes: Sequence[str], also: Sequence[str] = ()) -> None:
         """Sees to it that there are holders on these nodes, and forgets those of nodes that are gone.
 
+        On others, that only may have copies, they are started too, and hardly waited for.
         One that cannot be started is told in the log, and is tried again by :meth:`mend`.
 
         Raises:

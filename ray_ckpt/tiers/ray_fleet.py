@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "ray_ckpt"
 _START_S = 60.0
+_ALSO_S = 5.0  # for nodes that only may have copies
 _MEND_S = 5.0  # between two looks for nodes that lack a holder
 _THREADS = 16  # calls of one holder at a time; most of them wait
 
@@ -53,6 +55,16 @@ class HolderActor(Holder):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Starting:
+    """A holder that starts: its first answer, and since when it is waited for."""
+
+    name: str
+    actor: Any
+    ready: Any
+    since_s: float
+
+
 class RayFleet:
     """Holders as Ray actors.
 
@@ -68,58 +80,40 @@ class RayFleet:
         self._token = secrets.token_bytes(32)
         self._actors: dict[str, tuple[str, Any]] = {}
         self._labels: dict[str, Mapping[str, str]] = {}
-        self._starting: dict[str, tuple[str, Any, Any]] = {}  # name, actor, its first answer
+        self._starting: dict[str, _Starting] = {}
+        self._new: list[str] = []  # nodes that have got a holder, and mend() did not tell of
         self._mended_s = 0.0
 
-    def gather(self, nodes: Sequence[str]) -> None:
-        import ray
-
+    def gather(self, nodes: Sequence[str], also: Sequence[str] = ()) -> None:
         alive = self._look()
         for node in [node for node in self._actors if node not in alive]:
             del self._actors[node]
         self._drop_mute()
-        for node in dict.fromkeys(nodes):
-            if node in alive and node not in self._actors and node not in self._starting:
-                self._starting[node] = self._start(node, alive[node])
+        for node in dict.fromkeys((*nodes, *also)):
+            self._begin(node, alive)
         deadline = time.monotonic() + _START_S
         mistake: ConfigError | None = None
-        for node, (name, actor, ready) in self._starting.items():
-            try:
-                ray.get(ready, timeout=max(0.0, deadline - time.monotonic()))
-                self._actors[node] = (name, actor)
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                cause = getattr(error, "cause", None)
-                if isinstance(cause, ConfigError):
-                    mistake = cause  # such as a folder that cannot be used
-                logger.warning("no holder on node %s: %s", node, error)
-                ray.kill(actor)
-        self._starting = {}
+        for node in dict.fromkeys(nodes):
+            mistake = self._started(node, deadline - time.monotonic()) or mistake
+        # The others may be full, or about to go; whoever is not ready yet is taken by mend().
+        deadline = min(deadline, time.monotonic() + _ALSO_S)
+        for node in [node for node in also if node in self._starting]:
+            self._started(node, deadline - time.monotonic(), last=False)
+        self._new = []  # whoever gathers asks them all
         if mistake is not None:
             raise mistake
 
     def mend(self, nodes: Sequence[str]) -> list[str]:
-        import ray
-
-        ready = []
-        for node, (name, actor, ticket) in list(self._starting.items()):
-            done, _ = ray.wait([ticket], timeout=0)
-            if not done and time.monotonic() - self._mended_s < _START_S:
-                continue
-            del self._starting[node]
-            try:
-                ray.get(ticket, timeout=0.1)
-                self._actors[node] = (name, actor)
-                ready.append(node)
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                logger.warning("no holder on node %s: %s", node, error)
-                ray.kill(actor)
+        for node, starting in list(self._starting.items()):
+            late = time.monotonic() - starting.since_s > _START_S
+            self._started(node, 0.0, last=late)
         lack = [node for node in nodes if node not in self._actors and node not in self._starting]
         if lack and time.monotonic() - self._mended_s >= _MEND_S:
             self._mended_s = time.monotonic()
             alive = self._look()
             for node in lack:
-                if node in alive:
-                    self._starting[node] = self._start(node, alive[node])
+                self._begin(node, alive)
+        ready, self._new = self._new, []
         return ready
 
     def renew(self, node: str) -> None:
@@ -186,10 +180,13 @@ class RayFleet:
                 logger.warning("the holder on node %s is gone: %s", node, type(error).__name__)
             self.renew(node)
 
-    def _start(self, node: str, host: str) -> tuple[str, Any, Any]:
+    def _begin(self, node: str, alive: Mapping[str, str]) -> None:
+        """Starts a holder on a node that lives and has none."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        if node not in alive or node in self._actors or node in self._starting:
+            return
         name = f"ray_ckpt.holder:{self._run}:{node[:12]}:{secrets.token_hex(4)}"
         actor = (
             ray.remote(HolderActor)
@@ -200,9 +197,35 @@ class RayFleet:
                 max_concurrency=_THREADS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(node, str(self._run_dir), self._stack, host, self._token, self._keys)
+            .remote(node, str(self._run_dir), self._stack, alive[node], self._token, self._keys)
         )
-        return name, actor, actor.alive.remote()
+        self._starting[node] = _Starting(name, actor, actor.alive.remote(), time.monotonic())
+
+    def _started(self, node: str, timeout_s: float, *, last: bool = True) -> ConfigError | None:
+        """Waits for a holder that starts, and gives it up when it is not there and this is the last look.
+
+        Returns:
+            The mistake of the user that keeps it from starting.
+        """
+        import ray
+
+        starting = self._starting.get(node)
+        if starting is None:
+            return None
+        done, _ = ray.wait([starting.ready], timeout=max(0.0, timeout_s))
+        if not done and not last:
+            return None
+        del self._starting[node]
+        try:
+            ray.get(starting.ready, timeout=0)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("no holder on node %s: %s", node, error)
+            ray.kill(starting.actor)
+            cause = getattr(error, "cause", None)
+            return cause if isinstance(cause, ConfigError) else None  # such as a bad folder
+        self._actors[node] = (starting.name, starting.actor)
+        self._new.append(node)
+        return None
 
 
 def take(ticket: Any, timeout_s: float) -> tuple[bool, Any]:

@@ -132,7 +132,7 @@ class TierDesk:
         self._settled = {name for name in self._book.names() if self._has_replicas(name)}
 
     def _gather(self) -> None:
-        self._fleet.gather([*self._nodes, *self._also])
+        self._fleet.gather(self._nodes, self._also)
         self._handed_out = self._fleet.names()
         self.refresh()
 

@@ -126,11 +126,11 @@ class ProcessFleet:
         self.children: dict[str, Child] = {}
         self.started = 0
 
-    def gather(self, nodes: Sequence[str]) -> None:
+    def gather(self, nodes: Sequence[str], also: Sequence[str] = ()) -> None:
         for node, child in list(self.children.items()):
             if not child.lives():
                 del self.children[node]
-        for node in dict.fromkeys(nodes):
+        for node in dict.fromkeys((*nodes, *also)):
             if node not in self.children and self._nodes.lives(node):
                 self.started += 1
                 faults = self._faults.pop(node, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,10 +129,24 @@ def test_what_must_become_durable_does_although_a_newer_one_got_there_first(worl
     committed(world, 40)  # it is due, and under way
     world.tracker._places.keep("step-00000015-g1", "the way back")
     world.fleet.stuck = set()
-    for step in (45, 50, 55):  # memory has room for two
-        committed(world, step)
+    committed(world, 45)
+    assert world.durable("step-00000040-g1")
     assert world.durable("step-00000015-g1")
     assert world.events("pin")[-1]["name"] == "step-00000015-g1"
+
+
+def test_what_must_become_durable_stays_in_memory_until_it_is(world: World) -> None:
+    world.begin(NODES)
+    committed(world, 10)
+    world.fleet.stuck = {(node, "promote") for node in NODES}
+    committed(world, 15)
+    world.tracker._places.keep("step-00000015-g1", "the way back")
+    for step in (40, 45, 50, 55):  # memory has room for two
+        committed(world, step)
+    assert "step-00000015-g1" in held(world, "a")
+    world.fleet.stuck = set()
+    world.settle()
+    assert world.durable("step-00000015-g1")
 
 
 def test_a_holder_that_hangs_is_replaced_and_one_that_is_slow_is_not(tmp_path: Path) -> None:
@@ -346,14 +361,17 @@ def test_a_copy_that_cannot_be_read_now_is_not_deleted(
     assert not path.exists()
 
 
-def test_a_file_that_vanished_is_found_when_its_node_reads_back(world: World) -> None:
+def test_a_file_that_vanished_is_found_when_its_node_reads_back(tmp_path: Path) -> None:
+    world = World(tmp_path, Stack(use=("memory", "durable"), replicas=0), {"durable": 20})
     world.begin(NODES)
+    world.fleet.stuck = {(node, "promote") for node in NODES}  # nobody else looks
     assert world.save(10)
     (world.fleet.root("b") / CHECKPOINTS_DIR / "step-00000010-g1" / "__1_0.distcp").unlink()
     world.settle()
     assert {e["path"] for e in world.events("bad_copy")} == {"__1_0.distcp"}
     assert not world.events("replicated")
     assert world.begin(NODES).plan is None
+    world.fleet.close(drop_memory=False, generation=2)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -529,7 +547,7 @@ class Slow(DurableFolder):
         self.go_on = threading.Event()
 
     def put(self, name: str, entry: FileEntry, source: Path, throttle: Throttle) -> None:
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(10)
         super().put(name, entry, source, throttle)
 
 
@@ -548,8 +566,10 @@ def test_a_durable_tier_that_hangs_does_not_hold_up_the_local_one(tmp_path: Path
     ]
     for thread in hanging:
         thread.start()
+    began_s = time.monotonic()
     report = holder.promote(manifest, paths, "local", generation=1)
     assert set(report.done) == set(paths)
+    assert time.monotonic() - began_s < 5
     slow.go_on.set()
     for thread in hanging:
         thread.join(20)
@@ -591,9 +611,11 @@ def test_what_lies_where_a_former_attempt_had_workers_is_found_by_the_next_track
     world.begin(NODES)
     committed(world, 10)
     committed(world, 15)
+    world.tracker.interruption("worker_error", "a worker died", group="g1")
     for node in NODES:
         world.fleet.renew(node)
     world.tracker = world.new_tracker()
+    assert not world.fleet.holders, "no attempt is open that goes on"
     assert world.begin(["a", "b"]).plan.name == "step-00000015-g1"
     world.fleet.close(drop_memory=False, generation=2)
 

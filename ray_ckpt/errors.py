@@ -37,6 +37,14 @@ class CopyError(StorageError):
     """A copy of a file did not come through whole, and nothing of it is kept."""
 
 
+class CutOffError(CopyError):
+    """A copy broke off on its way, which says nothing about what it was a copy of."""
+
+
+class HolderGoneError(StorageError):
+    """The process that holds a node's copies is gone, or does not answer; what it holds may be there."""
+
+
 class DamagedCopyError(RayCkptError):
     """A copy of a file has other bytes than its manifest says: storage answered, and what it gave is not it.
 

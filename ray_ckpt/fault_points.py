@@ -68,6 +68,24 @@ POINTS: dict[str, str] = {
     "collect.emptied": "all its files are gone, but the mark that it is on its way out",
     "collect.unmarked": "the mark is gone too, and the empty folder is there",
     "collect.removed": "the folder is gone, and the journal does not know",
+    "desk.commit": "the nodes are about to be asked to commit what their workers wrote",
+    "desk.committed": "all nodes have committed, and the journal does not know",
+    "desk.arrived": "all files are in another tier, and the journal does not know",
+    "desk.drop": "a checkpoint is about to be dropped from a tier on the nodes",
+    "holder.commit": "a node is about to commit what its workers wrote",
+    "holder.committed": "a node has committed, and the tracker does not know",
+    "holder.copied": "copies of files have come to a node, and are not committed there",
+    "holder.provided": "files are there for a worker, and it does not know",
+    "depot.piece": "in the middle of a piece of a copy, under its temporary name",
+    "depot.name": "a copy is whole, under its temporary name",
+    "depot.named": "a copy has its name, which a power cut may still take away",
+    "depot.drop": "the manifest of a checkpoint on a node is about to be taken away",
+    "depot.dropped": "it is taken away, and its files are there",
+    "wire.send": "a node is about to send a piece of a file to another one",
+    "wire.receive": "a node is about to receive a piece of a file from another one",
+    "durable.put": "a file is about to be copied to the durable tier",
+    "durable.seal": "all files are in the durable tier, and its manifest is about to be written",
+    "durable.sealed": "its manifest is there, and the journal does not know",
 }
 """Every point there is, and where the process stands when it comes by."""
 
@@ -78,6 +96,8 @@ WITH_ERRORS = frozenset(
         *("record.temporary", "record.rename", "record.renamed"),
         *("journal.line", "journal.sync", "steps.line"),
         *("collect.end", "collect.ended", "collect.file"),
+        *("depot.piece", "depot.name", "depot.named", "depot.drop", "depot.dropped"),
+        *("wire.send", "wire.receive", "durable.put", "durable.seal"),
     }
 )
 """Points from which an error can come in life too. An error from elsewhere would show nothing but itself."""

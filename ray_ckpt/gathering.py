@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
-from ray_ckpt.checkpoint.restore import NotBroughtError, load
+from ray_ckpt.checkpoint.restore import NotBroughtError, bring_together, load
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.state.train_state import TrainState
@@ -45,7 +45,7 @@ class Gathering:
         node: str,
     ) -> None:
         self._plan, self._config, self._group = plan, config, group
-        self._holder = attempt.holders.get(node, "")
+        self._holder, self._generation = plan.holders.get(node, ""), attempt.generation
         stack = config.tiers.stack()
         root = stack.root(stack.node_tiers[0], config.run_dir)
         self.folder = root / CHECKPOINTS_DIR / plan.name
@@ -58,15 +58,7 @@ class Gathering:
         Raises:
             NotBroughtError: on every rank, when one of them could not get a file.
         """
-        problem = ""
-        try:
-            self.bring({_METADATA})
-        except NotBroughtError as error:
-            problem = str(error)
-        problems: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(problems, problem, group=self._group)
-        if text := next(filter(None, problems), ""):
-            raise NotBroughtError(text)
+        bring_together(self.bring, {_METADATA}, self._group)
         return load(
             state,
             self.folder,
@@ -105,7 +97,9 @@ class Gathering:
         timeout_s = self._config.saving.timeout_s
         try:
             actor = holder_by_name(self._holder)
-            ticket = actor.provide.remote(manifest=self._plan.manifest, sources=sources)
+            ticket = actor.provide.remote(
+                manifest=self._plan.manifest, sources=sources, generation=self._generation
+            )
             done, report = take(ticket, timeout_s)
         except RayCkptError as error:
             return Report(problems={"": str(error)})

@@ -62,7 +62,7 @@ def resume(
     """
     attempt: Attempt = talk.ask("begin_attempt", world_size=dist.get_world_size(), nodes=nodes)
     started = time.monotonic()
-    plan, half_loaded = attempt.plan, ""
+    plan, not_brought = attempt.plan, ""
     while plan is not None:
         if plan.sources:
             gathering = Gathering(plan, attempt, config, group=group, node=node)
@@ -75,7 +75,7 @@ def resume(
             if bad:
                 talk.ask("bad_copies", generation=attempt.generation, name=plan.name, bad=bad)
             if problem:
-                half_loaded = f"{plan.name} could not be taken from the nodes ({problem})"
+                not_brought = f"{plan.name} could not be taken from the nodes ({problem})"
                 plan = talk.ask(
                     "not_gathered",
                     generation=attempt.generation,
@@ -100,10 +100,10 @@ def resume(
         _check_progress(state, plan, folder)
         break
     if plan is None:
-        if half_loaded:
+        if not_brought:
             raise RestoreError(
-                f"{half_loaded}. There is no other checkpoint, and the state is half loaded: the next attempt begins "
-                "with a fresh one."
+                f"{not_brought}. There is no other checkpoint, and a run that has one never starts from zero by "
+                "itself: the next attempt asks the nodes again."
             )
         if config.init_from:
             _load_initial(state, config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.errors import StorageError
+from ray_ckpt.errors import HolderGoneError
 from ray_ckpt.tiers.durable import Durable, durable_of
 from ray_ckpt.tiers.holder import Holder
 from ray_ckpt.tiers.stack import Stack
@@ -20,6 +20,7 @@ class Ticket:
     node: str
     method: str
     kwargs: dict[str, Any]
+    holder: Holder
     answer: Any = None
     error: Exception | None = None
     ran: bool = False
@@ -60,8 +61,8 @@ class LocalFleet:
         if holder is not None:
             holder.close()
 
-    def gather(self, nodes: Sequence[str]) -> None:
-        for node in nodes:
+    def gather(self, nodes: Sequence[str], also: Sequence[str] = ()) -> None:
+        for node in (*nodes, *also):
             if node not in self.holders and node not in self.dead:
                 self.holders[node] = Holder(
                     node=node,
@@ -72,23 +73,35 @@ class LocalFleet:
                     token=b"0" * 32,
                 )
 
+    def mend(self, nodes: Sequence[str]) -> list[str]:
+        lack = [node for node in nodes if node not in self.holders and node not in self.dead]
+        self.gather(lack)
+        return lack
+
+    def renew(self, node: str) -> None:
+        holder = self.holders.pop(node, None)
+        if holder is not None:
+            holder.close()
+
     def names(self) -> dict[str, str]:
-        return {node: f"holder of {node}" for node in self.holders}
+        return {node: f"{node} {id(holder)}" for node, holder in self.holders.items()}
 
     def domains(self, label: str) -> dict[str, str]:
         return {node: found[label] for node, found in self.labels.items() if label in found}
 
     def post(self, node: str, method: str, **kwargs: Any) -> Ticket:
         if node not in self.holders:
-            raise StorageError(f"node {node} is gone")
-        ticket = Ticket(node, method, kwargs)
+            raise HolderGoneError(f"node {node} is gone")
+        ticket = Ticket(node, method, kwargs, self.holders[node])
         if method in ("drop", "sweep", "has"):
             self._run(ticket)  # nobody waits for these
         return ticket
 
     def take(self, ticket: Ticket, timeout_s: float) -> tuple[bool, Any]:
         if ticket.node in self.dead:
-            raise StorageError("a holder is gone: its node died")
+            raise HolderGoneError("a holder is gone: its node died")
+        if ticket.holder is not self.holders.get(ticket.node):
+            raise HolderGoneError("a holder is gone: another one took its place")
         if (ticket.node, ticket.method) in self.stuck:
             return False, None
         self._run(ticket)
@@ -96,10 +109,10 @@ class LocalFleet:
             raise ticket.error
         return True, ticket.answer
 
-    def close(self, *, drop_memory: bool) -> None:
+    def close(self, *, drop_memory: bool, generation: int) -> None:
         for holder in self.holders.values():
             if drop_memory:
-                holder.forget("memory")
+                holder.forget("memory", generation)
             holder.close()
         self.holders = {}
 
@@ -109,6 +122,6 @@ class LocalFleet:
         ticket.ran = True
         self.calls.append((ticket.node, ticket.method))
         try:
-            ticket.answer = getattr(self.holders[ticket.node], ticket.method)(**ticket.kwargs)
+            ticket.answer = getattr(ticket.holder, ticket.method)(**ticket.kwargs)
         except Exception as error:  # noqa: BLE001 - told to whoever takes the answer
             ticket.error = error

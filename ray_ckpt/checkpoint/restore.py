@@ -56,15 +56,34 @@ class BringingReader(MappedReader):
     Args:
         folder: where they are then.
         bring: brings them.
+        group: of all ranks, each of which reads when all have what they need: else nobody has changed anything.
     """
 
-    def __init__(self, folder: Path, bring: Bring) -> None:
+    def __init__(self, folder: Path, bring: Bring, group: dist.ProcessGroup) -> None:
         super().__init__(folder)
-        self._bring = bring
+        self._bring, self._group = bring, group
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._bring({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        paths = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        bring_together(self._bring, paths, self._group)
         return super().read_data(plan, planner)
+
+
+def bring_together(bring: Bring, paths: Collection[str], group: dist.ProcessGroup) -> None:
+    """Brings what each rank needs; every rank calls it.
+
+    Raises:
+        NotBroughtError: on every rank, when one of them could not get a file.
+    """
+    problem = ""
+    try:
+        bring(paths)
+    except Exception as error:  # noqa: BLE001 - the others wait for a word, whatever it was
+        problem = str(error) or repr(error)
+    problems: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    if text := next(filter(None, problems), ""):
+        raise NotBroughtError(text)
 
 
 def load(
@@ -93,11 +112,11 @@ def load(
 
     Raises:
         RestoreError: the checkpoint holds other names or shapes than the state; both sides are listed.
-        NotBroughtError: on every rank, when one of them could not get a file; the state may be half loaded.
+        NotBroughtError: on every rank, when one of them could not get a file; the state is as it was.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     same_world = world_size == manifest.world_size
-    reader = MappedReader(folder) if bring is None else BringingReader(folder, bring)
+    reader = MappedReader(folder) if bring is None else BringingReader(folder, bring, group)
     entries = read_entries(reader, folder, manifest)
     try:
         documents, own = _read_documents(reader, entries, rank if same_world else None, group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,16 +83,20 @@ def verify_files(
     Returns:
         What is wrong, sorted by path; empty when every byte is as committed.
     """
-    entries = manifest.files if only is None else only
-    faults = [
-        Fault(entry.path, fault)
-        for entry in entries
-        if (fault := _fault_of(folder, entry)) is not None
-    ]
+    faults = find_faults(folder, manifest.files if only is None else only)
     if only is None:
         known = {entry.path for entry in manifest.files}
         faults += _strangers(folder, known)
     return sorted(faults, key=lambda fault: fault.path)
+
+
+def find_faults(folder: Path, entries: Iterable[FileEntry]) -> list[Fault]:
+    """Compares some files in a folder with what they must be; changes nothing."""
+    return [
+        Fault(entry.path, fault)
+        for entry in entries
+        if (fault := _fault_of(folder, entry)) is not None
+    ]
 
 
 def _fault_of(folder: Path, entry: FileEntry) -> str | None:

@@ -10,6 +10,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import xxhash
 
 from ray_ckpt.checkpoint.manifest import FileEntry
 from ray_ckpt.errors import CopyError, StorageError
+from ray_ckpt.fault_points import fault_point
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.copying")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -117,6 +119,7 @@ class Arrivals:
                 if passing.too_long:
                     break  # whoever sends it may never stop
                 rest = memoryview(chunk).cast("B")
+                fault_point("depot.piece", partial(os.write, handle, rest[: len(rest) // 2]))
                 while rest:
                     rest = rest[os.write(handle, rest) :]
             if self._sync and passing.fault is None:
@@ -127,8 +130,10 @@ class Arrivals:
 
     def _name(self, temporary: str, last: str, folder: int, path: str) -> None:
         try:
+            fault_point("depot.name")
             with self._lock:
                 os.rename(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+            fault_point("depot.named")
         except FileNotFoundError as error:
             raise CopyError(
                 f"copy of {self._base / path}: its checkpoint was dropped meanwhile; nothing of it is kept."

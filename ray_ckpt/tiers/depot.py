@@ -16,14 +16,14 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, list_checkpoints
-from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
 from ray_ckpt.checkpoint.names import (
     CHECKPOINTS_DIR,
     LINKED,
@@ -33,8 +33,9 @@ from ray_ckpt.checkpoint.names import (
 )
 from ray_ckpt.checkpoint.paths import NotPlainFileError, behind_link, path_fault
 from ray_ckpt.checkpoint.storing import sync_folder
-from ray_ckpt.checkpoint.verify import Fault, hash_file, verify_files
-from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.checkpoint.verify import Fault, find_faults, hash_file, verify_files
+from ray_ckpt.errors import ConfigError, ManifestError, StorageError
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.arrival import Arrivals, Passing, open_inside, refusal
 from ray_ckpt.tiers.collect import LEAVING_NAME, remove_folder
 from ray_ckpt.tiers.housekeeping import read_back
@@ -112,12 +113,18 @@ class Depot:
             for entry in list_checkpoints(self.root)
         ]
 
-    def keep(self, manifest: Manifest, paths: Sequence[str]) -> str | None:
+    def keep(
+        self,
+        manifest: Manifest,
+        paths: Sequence[str],
+        allowed: Callable[[], None] = lambda: None,
+    ) -> str | None:
         """Commits this node's part of a checkpoint; the same call again changes nothing.
 
         Args:
             manifest: of the whole checkpoint.
             paths: the files of it that this node is to have.
+            allowed: asked last; raises when it must not be committed any more.
 
         Returns:
             None when it is committed; else what is not here, in words, and nothing was changed.
@@ -140,8 +147,32 @@ class Depot:
                     return f"{path} of {manifest.name}: {lack}"
             if self.sync:
                 self._settle(folder, paths)
+            allowed()
             write_manifest(folder, manifest)
         return None
+
+    def renounce(self, manifest: Manifest) -> None:
+        """Takes a manifest away that is damaged, or another one than the run goes by; its files stay.
+
+        One node's bad manifest must not keep it from a checkpoint that others have.
+
+        Raises:
+            StorageError: storage failed, or the folder is a link.
+        """
+        folder = self.folder(manifest.name)
+        base = self.root / CHECKPOINTS_DIR
+        try:
+            with self._lock, open_inside(base, f"{manifest.name}/{MANIFEST_NAME}") as (at, last):
+                try:
+                    wrong = read_manifest(folder) != manifest
+                except ManifestError as error:
+                    wrong = error.fault != "missing"
+                if wrong:
+                    os.unlink(last, dir_fd=at)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise refusal(f"cannot delete the manifest in {folder}", error) from error
 
     def find(self, name: str, path: str) -> Path | None:
         """The plain file that has a path here, whole or not; None when there is none.
@@ -156,6 +187,16 @@ class Depot:
             return folder / path if stat.S_ISREG((folder / path).lstat().st_mode) else None
         except OSError:
             return None
+
+    def fault(self, name: str, entry: FileEntry) -> Fault | None:
+        """What is wrong with a file; None when it is here with every byte right. Reads it.
+
+        One that cannot be read may be good (:attr:`ray_ckpt.checkpoint.verify.Fault.unreadable`).
+        """
+        folder = self.folder(name)
+        if folder.is_symlink():
+            return Fault(entry.path, f"unreadable: {LINKED}")
+        return next(iter(find_faults(folder, [entry])), None)
 
     def has(self, name: str, entry: FileEntry) -> bool:
         """Whether a file is here with every byte right; reads it."""
@@ -232,8 +273,12 @@ class Depot:
         except OSError as error:
             raise refusal(f"cannot delete {place}", error) from error
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, allowed: Callable[[], None] = lambda: None) -> None:
         """Ends what is here of a checkpoint: first its manifest, then the files.
+
+        Args:
+            name: of the checkpoint.
+            allowed: asked last; raises when it must not end any more.
 
         Raises:
             StorageError: the folder is a link, or something cannot be deleted; call it again.
@@ -243,11 +288,14 @@ class Depot:
             if folder.is_symlink():
                 raise StorageError(f"cannot drop {folder}: {LINKED}. Remove the link.")
             try:
+                fault_point("depot.drop")
+                allowed()
                 # The mark tells the next sweep that what is left here need not stay.
                 with contextlib.suppress(FileNotFoundError):
                     (folder / MANIFEST_NAME).rename(folder / LEAVING_NAME)
                     if self.sync:
                         sync_folder(folder)
+                fault_point("depot.dropped")
             except OSError as error:
                 raise refusal(f"cannot drop {folder}", error) from error
             if folder.exists() and (problem := remove_folder(folder)):
@@ -259,7 +307,7 @@ class Depot:
         """Clears away what was never committed: folders of attempts that are over, and broken-off copies.
 
         Args:
-            keep: names of checkpoints that are not touched.
+            keep: names of checkpoints that stay.
             older_than_generation: folders without a manifest of earlier attempts go, and those whose end was
                 begun.
 
@@ -271,12 +319,10 @@ class Depot:
         """
         gone, problems = [], list[str]()
         for holding in self.inventory():
-            if holding.name in keep:
-                continue
             leaving = os.path.lexists(self.folder(holding.name) / LEAVING_NAME)
             over = leaving or holding.generation < older_than_generation
             try:
-                if holding.fault == NO_MANIFEST and over:
+                if holding.fault == NO_MANIFEST and over and holding.name not in keep:
                     self.drop(holding.name)
                     gone.append(holding.name)
                 else:

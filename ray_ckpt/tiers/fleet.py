@@ -18,8 +18,27 @@ QUICK_S = 20.0  # for what reads no files
 class Fleet(Protocol):
     """Calls methods of :class:`ray_ckpt.tiers.holder.Holder` on nodes."""
 
-    def gather(self, nodes: Sequence[str]) -> None:
-        """Sees to it that there are holders on these nodes, and forgets those of nodes that are gone."""
+    def gather(self, nodes: Sequence[str], also: Sequence[str] = ()) -> None:
+        """Sees to it that there are holders on these nodes, and forgets those of nodes that are gone.
+
+        On others, that only may have copies, they are started too, and hardly waited for.
+        One that cannot be started is told in the log, and is tried again by :meth:`mend`.
+
+        Raises:
+            ConfigError: a folder of a tier cannot be used on some node; the other holders are there.
+        """
+        ...
+
+    def mend(self, nodes: Sequence[str]) -> list[str]:
+        """Starts holders on those of these nodes that live and have none; does not wait for them.
+
+        Returns:
+            Nodes that have got one since the last call.
+        """
+        ...
+
+    def renew(self, node: str) -> None:
+        """Ends a holder that is gone or hangs, so that :meth:`mend` starts another one."""
         ...
 
     def names(self) -> dict[str, str]:
@@ -38,18 +57,24 @@ class Fleet(Protocol):
         """``(done, answer)`` of a call; ``(False, None)`` when it is not done within the time.
 
         Raises:
-            StorageError: the holder or its node is gone, or what the call raised.
+            HolderGoneError: the holder or its node is gone.
+            RayCkptError: what the call raised.
         """
         ...
 
-    def close(self, *, drop_memory: bool) -> None:
+    def close(self, *, drop_memory: bool, generation: int) -> None:
         """Ends all holders; and what is in memory, when nobody needs it any more."""
         ...
 
 
 def inventories(fleet: Fleet, timeout_s: float = QUICK_S) -> dict[str, Inventory]:
     """What each node has; nodes that do not answer in time are left out."""
-    tickets = {node: fleet.post(node, "inventory") for node in fleet.names()}
+    tickets = {}
+    for node in fleet.names():
+        try:
+            tickets[node] = fleet.post(node, "inventory")
+        except RayCkptError as error:
+            logger.warning("the copies on node %s cannot be counted on: %s", node, error)
     deadline = time.monotonic() + timeout_s
     found: dict[str, Inventory] = {}
     for node, ticket in tickets.items():

@@ -20,7 +20,8 @@ from types import TracebackType
 from ray_ckpt.checkpoint.manifest import FileEntry
 from ray_ckpt.checkpoint.names import is_record, parse_checkpoint_name
 from ray_ckpt.checkpoint.paths import NotPlainFileError, open_plain, path_fault
-from ray_ckpt.errors import ConfigError, CopyError
+from ray_ckpt.errors import ConfigError, CopyError, CutOffError
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.depot import Depot
 from ray_ckpt.tiers.handshake import (
     SHORTEST_TOKEN_BYTES,
@@ -44,6 +45,10 @@ _SLOWEST_BYTES_PER_S = 64 << 10  # whoever is slower on the whole is given up
 _PIECE_BYTES = 16 << 20  # that the kernel sends at a time
 _CHUNK_BYTES = 1 << 20  # that are received at a time
 _REQUEST, _ANSWER = b"request", b"answer"
+
+
+class RefusedError(PeerError):
+    """The other side has not what it is asked for."""
 
 
 class FileServer:
@@ -197,7 +202,8 @@ def fetch(
 
     Raises:
         ConfigError: the token is too short.
-        CopyError: the other node has not the file, is gone, or what came is not the file; nothing of it stays.
+        CutOffError: the other node is gone, or does not go on; nothing of it stays.
+        CopyError: it has not the file, or what came is not the file; nothing of it stays.
         StorageError: this node's tier is full, or refused; nothing of it stays.
     """
     stream = _stream(address, _checked(token), tier, name, entry, throttle, timeout_s)
@@ -223,6 +229,7 @@ def _stream(
             # One buffer: receiving ahead on another thread, beside hash and write, was measured as no faster.
             buffer, left = memoryview(bytearray(_CHUNK_BYTES)), entry.bytes
             while left:
+                fault_point("wire.receive")
                 count = patience.receive(peer, buffer[:left])
                 if not count:
                     raise PeerError(f"truncated: it ended {left} bytes before the end")
@@ -231,7 +238,8 @@ def _stream(
                 left -= count
     except (PeerError, OSError) as error:
         host, port = address
-        raise CopyError(
+        kind = CopyError if isinstance(error, RefusedError) else CutOffError
+        raise kind(
             f"copy of {entry.path} of {name} from {host} port {port}: {error}; nothing of it is kept. Copy it from "
             "another node, or retry."
         ) from error
@@ -247,9 +255,11 @@ def _ask(
     match answer:
         case {"bytes": int(size)}:
             if size != entry.bytes:
-                raise PeerError(f"truncated or another file: it has {size} of {entry.bytes} bytes")
+                raise RefusedError(
+                    f"truncated or another file: it has {size} of {entry.bytes} bytes"
+                )
         case {"problem": str(problem)}:
-            raise PeerError(problem)
+            raise RefusedError(problem)
         case _:
             raise PeerError("its answer says nothing")
 
@@ -262,6 +272,7 @@ def _send(peer: socket.socket, handle: int, size: int) -> None:
     sent, left_s = 0, _SILENCE_S + size / _SLOWEST_BYTES_PER_S
     while sent < size:
         started = time.monotonic()
+        fault_point("wire.send")
         if left_s <= 0 or not writable.poll(1000 * min(_SILENCE_S, left_s)):
             raise TimeoutError("it takes nothing, or too slowly")
         left_s -= time.monotonic() - started

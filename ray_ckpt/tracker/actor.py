@@ -97,7 +97,8 @@ class TrackerActor(TrackerCore):
 
     def advance(self) -> None:
         super().advance()
-        self._collect_looks()
+        if not self._replaced:
+            self._collect_looks()
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
         committed = super().commit(generation, save)

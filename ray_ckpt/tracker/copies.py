@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ray_ckpt.checkpoint.listing import CheckpointEntry
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
+from ray_ckpt.tiers.depot import Holding
 from ray_ckpt.tiers.holder import Address, Inventory, Source
 from ray_ckpt.tiers.placement import Place, missing
 from ray_ckpt.tiers.stack import TIER_NAMES, NodeTier
@@ -26,29 +27,48 @@ class CopyBook:
         self._copies: dict[str, dict[str, set[Place]]] = {}
         self._addresses: dict[str, Address] = {}
         self._same: dict[str, str] = {}
+        self.generation = 0  # newest attempt that any node has heard of
 
     def take(self, inventories: Mapping[str, Inventory]) -> list[str]:
         """Forgets all, and learns what these nodes have; returns what is wrong with it, in words."""
         self._manifests, self._copies = {}, {}
         self._addresses = {node: found.address for node, found in inventories.items()}
+        self.generation = max((found.generation for found in inventories.values()), default=0)
         problems = self._find_same(inventories)
+        # Checkpoint to each manifest of it that there is, and the copies that lie beside it.
+        found_of: dict[str, list[tuple[Manifest, list[tuple[Place, Sequence[str]]]]]] = {}
         for node, found in sorted(inventories.items()):
             if node in self._same:
                 continue  # a copy in one folder is one copy
             problems += [f"node {node}: {text}" for text in found.problems.values()]
-            for tier, holdings in found.holdings.items():
-                for holding in holdings:
-                    if holding.manifest is None or holding.quarantined:
-                        continue
-                    known = self._manifests.setdefault(holding.name, holding.manifest)
-                    if known != holding.manifest:
-                        problems.append(
-                            f"node {node} has another manifest of {holding.name} in {tier} than others: its copies "
-                            "are not used"
-                        )
-                        continue
-                    self.add(Place(tier, node), holding.manifest, holding.paths)
+            for place, holding in _committed(node, found):
+                variants = found_of.setdefault(holding.name, [])
+                beside = next((each for known, each in variants if known == holding.manifest), None)
+                if beside is None:
+                    assert holding.manifest is not None
+                    variants.append((holding.manifest, beside := []))
+                beside.append((place, holding.paths))
+        for variants in found_of.values():
+            variants.sort(key=_worth, reverse=True)
+            for place, paths in variants[0][1]:
+                self.add(place, variants[0][0], paths)
+            problems += [
+                f"node {place.node} has another manifest of {manifest.name} in {place.tier} than others: its copies "
+                "are not used"
+                for manifest, beside in variants[1:]
+                for place, _ in beside
+            ]
         return problems
+
+    def welcome(self, node: str, found: Inventory) -> None:
+        """A node has another holder: what it holds counts again, as far as it is what is known."""
+        self._addresses[node] = found.address
+        if node in self._same:
+            return
+        for place, holding in _committed(node, found):
+            manifest = self._manifests.get(holding.name, holding.manifest)
+            if manifest is not None and manifest == holding.manifest:
+                self.add(place, manifest, holding.paths)
 
     def _find_same(self, inventories: Mapping[str, Inventory]) -> list[str]:
         firsts: dict[str, str] = {}
@@ -69,6 +89,8 @@ class CopyBook:
 
     def add(self, place: Place, manifest: Manifest, paths: Iterable[str]) -> None:
         """Notes copies."""
+        if not (paths := tuple(paths)):
+            return
         self._manifests[manifest.name] = manifest
         place = Place(place.tier, self._same.get(place.node, place.node))
         copies = self._copies.setdefault(manifest.name, {})
@@ -78,6 +100,7 @@ class CopyBook:
     def remove(self, place: Place, name: str, path: str) -> None:
         """One copy is no more."""
         self._copies.get(name, {}).get(path, set()).discard(place)
+        self._forget_empty(name)
 
     def remove_all(self, tier: NodeTier, name: str) -> set[str]:
         """All copies of a checkpoint in a tier are no more; returns the nodes that had some."""
@@ -86,23 +109,35 @@ class CopyBook:
             gone = {place for place in places if place.tier == tier}
             nodes |= {place.node for place in gone}
             places -= gone
+        self._forget_empty(name)
         return nodes
 
     def forget_node(self, node: str) -> None:
         """A node is gone."""
         self._addresses.pop(node, None)
-        for copies in self._copies.values():
+        for name, copies in list(self._copies.items()):
             for places in copies.values():
                 places -= {place for place in places if place.node == node}
+            self._forget_empty(name)
+
+    def _forget_empty(self, name: str) -> None:
+        """A run has thousands of checkpoints in its life: those that no node has are not kept in mind."""
+        if not any(self._copies.get(name, {}).values()):
+            self._copies.pop(name, None)
+            self._manifests.pop(name, None)
 
     def names(self) -> list[str]:
         """Of all checkpoints that some node holds something of, newest first."""
-        held = (m for m in self._manifests.values() if any(self._copies.get(m.name, {}).values()))
+        held = self._manifests.values()
         return [m.name for m in sorted(held, key=lambda m: (m.step, m.generation), reverse=True)]
 
     def manifest(self, name: str) -> Manifest:
         """Of a checkpoint in :meth:`names`."""
         return self._manifests[name]
+
+    def known(self, name: str) -> Manifest | None:
+        """The manifest of a checkpoint, None when no node has any of it."""
+        return self._manifests.get(name)
 
     def copies(self, name: str, tier: NodeTier | None = None) -> dict[str, set[Place]]:
         """Path to the places that have it, in one tier or in all."""
@@ -150,6 +185,24 @@ class CopyBook:
             + last
             for entry in self._manifests[name].files
         }
+
+
+def _committed(node: str, found: Inventory) -> Iterator[tuple[Place, Holding]]:
+    """What a node holds that counts."""
+    for tier, holdings in found.holdings.items():
+        for holding in holdings:
+            if holding.manifest is not None and holding.quarantined is None:
+                yield Place(tier, node), holding
+
+
+def _worth(
+    variant: tuple[Manifest, Sequence[tuple[Place, Sequence[str]]]],
+) -> tuple[bool, int, float]:
+    """Of two manifests of one checkpoint the one counts with which it is whole; then the one that more nodes have."""
+    manifest, beside = variant
+    here = {path for _, paths in beside for path in paths}
+    whole = all(entry.path in here for entry in manifest.files)
+    return whole, len(beside), -manifest.committed_at
 
 
 def described(sources: Mapping[str, Sequence[Source]]) -> str:

@@ -132,7 +132,7 @@ class TrackerCore:
             self._last_step = max(self._last_step, int(recent[-1]["step"]))
         self._last_record: dict[str, Any] = {}
         self._segments = SegmentBook(facts)
-        self._gathered = False  # whether the present plan takes files from holders
+        self._replaced = False
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
         self._pace = Pace(options, self.memory, [float(line["step_time_s"]) for line in recent])
         remote = remote_of(options.stack, self._dir)
@@ -149,7 +149,7 @@ class TrackerCore:
             aside=aside,
             scrub_s=options.stack.scrub_s,
         )
-        self._places = self._make_places(fleet)
+        self._places = self._make_places(fleet, waits=aside is None)
         self._sanity = Sanity(
             entries=self._places.entries,
             rule=options.guard,
@@ -159,8 +159,11 @@ class TrackerCore:
             quarantine=self._house.quarantine,
             clock=clock,
         )
+        if self.memory.attempt_open:
+            # The workers may live on, and save; holders end with the tracker that they belong to.
+            self._places.take_up(self.memory.nodes)
 
-    def _make_places(self, fleet: Fleet | None) -> Places:
+    def _make_places(self, fleet: Fleet | None, waits: bool) -> Places:
         common: dict[str, Any] = {
             "house": self._house,
             "memory": self.memory,
@@ -175,18 +178,27 @@ class TrackerCore:
         def make_desk(places: OnNodes) -> TierDesk:
             hooks = Hooks(
                 record=self._record,
+                generation=lambda: self.memory.generation,
                 every_steps=self._pace.tier_every,
                 last_step=self.memory.tier_steps.get,
                 is_durable=places.is_durable,
-                seal=self._house.seal,
+                is_barred=places.is_barred,
+                seal=self._seal,
                 promoted=places.promoted,
                 is_left=lambda entry: left(entry, self.memory.left),
             )
-            return TierDesk(stack=stack, fleet=fleet, book=CopyBook(self._dir), hooks=hooks)
+            return TierDesk(
+                stack=stack,
+                fleet=fleet,
+                book=CopyBook(self._dir),
+                hooks=hooks,
+                aside=None if waits else Thread("seal"),
+            )
 
         return OnNodes(
             **common,
             direct=not stack.remote,
+            record=self._record,
             aside=Thread("records"),
             make_desk=make_desk,
             on_durable=self._on_durable,
@@ -264,7 +276,7 @@ class TrackerCore:
         self._tell_tiers()
         self._pace.begin_attempt()
         self._decide()
-        self._places.began(generation)
+        self._places.began()
         return Attempt(
             generation=generation,
             plan=self._plan(entry),
@@ -315,8 +327,8 @@ class TrackerCore:
             source=source,
             reason=reason,
             worker_monotonic=worker_monotonic,
-            # Every byte was read and compared on the way in; copies on nodes prove nothing of the durable one.
-            verified=(source or None) if not self._gathered else None,
+            # Every byte was read and compared on the way in; of copies on nodes, that says nothing of the durable ones.
+            verified=None if self._places.on_nodes(source) else source or None,
             lost_steps_more=lost_steps_more,
         )
         self._places.restoring("")
@@ -333,6 +345,8 @@ class TrackerCore:
     ) -> RestorePlan | None:
         """The holders did not give a checkpoint back: offers it from the durable folder, or an older one.
 
+        When one of them had died, it is replaced, and the same is offered again.
+
         Args:
             generation: of the attempt.
             name: of the checkpoint.
@@ -344,6 +358,9 @@ class TrackerCore:
         """
         self._check(generation)
         assert isinstance(self._places, OnNodes)
+        if not damaged and self._places.desk.revive(name):
+            entry = next(e for e in self._places.entries() if e.folder.name == name)
+            return self._plan(entry)
         self._places.desk.pass_over(name)
         if damaged:
             findings = [{"path": path, "fault": "not as written"} for path in damaged]
@@ -491,7 +508,27 @@ class TrackerCore:
 
     def advance(self) -> None:
         """Takes on record what was done aside, and begins what is due; neither waits nor raises."""
+        try:
+            self._check_alone()
+        except StaleGenerationError as error:
+            if not self._replaced:
+                logger.error("%s", error)
+            self._replaced = True  # nobody calls who is told: what comes from here must not either
+            return
         self._places.advance()
+
+    def _seal(self, manifest: Manifest) -> str | None:
+        """Commits a checkpoint in the durable tier; runs aside, and may have been frozen there."""
+        fault_point("durable.seal")
+        try:
+            newest = last_generation(self._dir / JOURNAL_NAME)
+        except StorageError as error:
+            return str(error)
+        if newest > self.memory.generation:
+            return f"attempt {newest} of another tracker has begun"
+        problem = self._house.seal(manifest)
+        fault_point("durable.sealed")
+        return problem
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
         """Makes a written checkpoint usable, or says in the journal why not.
@@ -724,8 +761,8 @@ class TrackerCore:
 
     def _highest_generation(self) -> int:
         """The highest generation that left a trace: a journal may be lost, and its generations not."""
-        folders = (entry.generation for entry in self._places.entries())
-        return max(self.memory.generation, self._last_generation, *folders)
+        traces = self._places.newest_generation
+        return max(self.memory.generation, self._last_generation, traces)
 
     def _kept_step(self) -> int:
         """Where a new attempt would begin."""
@@ -742,6 +779,7 @@ class TrackerCore:
         A full disk must not stop training, nor undo a commit that is in place: a line that cannot be
         written waits for the next one, unless it ``must`` be on record before it counts.
         """
+        self._check_alone()  # a late line would be the newest of its kind to whoever reads them again
         generation = fields.pop("generation", self.memory.generation)
         stamp = {"time": self._clock(), "monotonic": self._monotonic()}
         line = {**stamp, "generation": generation, "event": event, **fields}
@@ -803,9 +841,9 @@ class TrackerCore:
         entries = self._places.entries()
         plan = restore_plan(entry, entries, self._passed(entries))
         sources = self._places.sources(plan.name)
-        self._gathered = bool(sources)
         where = f", from {described(sources)}" if sources else ""
-        return replace(plan, reason=f"{plan.reason}{where}", sources=sources)
+        holders = self._places.holders() if sources else {}
+        return replace(plan, reason=f"{plan.reason}{where}", sources=sources, holders=holders)
 
     def _passed(self, entries: list[Listed]) -> dict[str, str]:
         """Usable checkpoints that are passed over just now, and why."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
+from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.checkpoint.quarantine import GUARD
 from ray_ckpt.policy.belief import Seen
 from ray_ckpt.skips import Skip
@@ -35,6 +36,8 @@ class RunMemory:
         generation: of the newest attempt; 0 before the first.
         attempt_open: whether the newest attempt has neither been interrupted nor finished.
         world_size: workers of the newest attempt.
+        nodes: that they are on.
+        all_nodes: that any attempt had workers on; those that live may have copies.
         first_time: time of the first event, seconds since the epoch.
         interruptions: how many, by kind.
         lost_steps: steps executed and lost, over all interruptions.
@@ -80,12 +83,16 @@ class RunMemory:
         durable_commits: how many checkpoints were committed in the durable tier.
         tiers: checkpoint to the tiers that have it, as far as the journal tells, and since when.
         tier_steps: tier to the step of the newest checkpoint that got there.
+        quarantined: checkpoints that were found bad in the durable tier.
+        to_keep: checkpoint to why it is to be pinned, once it is in the durable tier.
         transfers_s: tier to how long the last few copies to it took, seconds.
     """
 
     generation: int = 0
     attempt_open: bool = False
     world_size: int = 0
+    nodes: tuple[str, ...] = ()
+    all_nodes: dict[str, None] = field(default_factory=dict)
     first_time: float | None = None
     interruptions: Counter[str] = field(default_factory=Counter)
     lost_steps: int = 0
@@ -130,6 +137,8 @@ class RunMemory:
     durable_commits: int = 0
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     tier_steps: dict[str, int] = field(default_factory=dict)
+    quarantined: set[str] = field(default_factory=set)
+    to_keep: dict[str, list[str]] = field(default_factory=dict)
     transfers_s: dict[str, deque[float]] = field(default_factory=dict)
 
     @property
@@ -205,6 +214,8 @@ class RunMemory:
     def _on_attempt_started(self, event: dict[str, Any]) -> None:
         self._begin()
         self.world_size = int(event["world_size"])
+        self.nodes = tuple(dict.fromkeys(node for node in event.get("nodes", ()) if node))
+        self.all_nodes |= dict.fromkeys(self.nodes)
 
     def _on_restored(self, event: dict[str, Any]) -> None:
         self.kept_step = self.last_save_step = int(event["step"])
@@ -286,10 +297,25 @@ class RunMemory:
     def _on_quarantine(self, event: dict[str, Any]) -> None:
         self.verified.discard(str(event["name"]))
         self.tiers.get(str(event["name"]), {}).pop(DURABLE, None)
+        self.quarantined.add(str(event["name"]))
+        self._step_back()
         if event.get("by") == GUARD:
             self.refused += 1
             self.refusals[str(event["name"])] = event
             self._take_norm(event)
+
+    def _step_back(self) -> None:
+        """The durable tier has lost a checkpoint that was promised: the next one is due all the sooner."""
+        there = (
+            key
+            for name, tiers in self.tiers.items()
+            if DURABLE in tiers and (key := parse_checkpoint_name(name))
+        )
+        newest = max((step for step, _ in there), default=None)
+        if newest is None:
+            self.tier_steps.pop(DURABLE, None)
+        elif self.tier_steps.get(DURABLE, newest) > newest:
+            self.tier_steps[DURABLE] = newest
 
     def _on_trouble(self, event: dict[str, Any]) -> None:
         self.trouble = event
@@ -336,6 +362,7 @@ class RunMemory:
         self.read_at.pop(name, None)
         self.verified.discard(str(event["name"]))
         self.pins.pop(str(event["name"]), None)
+        self.quarantined.discard(name)
         self.drills.pop(str(event["name"]), None)
 
     def _on_drill(self, event: dict[str, Any]) -> None:
@@ -345,7 +372,15 @@ class RunMemory:
             # Somebody else's finding, who may have bad memory: before older ones go it is read again here.
             self.verified.discard(name)
 
+    def _on_keep(self, event: dict[str, Any]) -> None:
+        reasons = self.to_keep.setdefault(str(event["name"]), [])
+        if event["reason"] not in reasons:
+            reasons.append(str(event["reason"]))
+
     def _on_pin(self, event: dict[str, Any]) -> None:
+        left = [r for r in self.to_keep.pop(str(event["name"]), []) if r != event["reason"]]
+        if left:
+            self.to_keep[str(event["name"])] = left
         pins = self.pins.setdefault(str(event["name"]), set())
         pins.add(f"{event['reason']} ({event['author']})")
 

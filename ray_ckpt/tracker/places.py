@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ray_ckpt.checkpoint.listing import Listed
 from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
-from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, parse_checkpoint_name
+from ray_ckpt.errors import RayCkptError
 from ray_ckpt.tiers.holder import Source
 from ray_ckpt.tiers.placement import Place
 from ray_ckpt.tracker.aside import Aside
@@ -34,11 +36,20 @@ MakeManifest = Callable[[int, Mapping[str, Any]], Manifest]
 class Places(Protocol):
     """Where checkpoints are."""
 
+    def take_up(self, nodes: Sequence[str]) -> None:
+        """A tracker takes up an attempt that goes on, with workers on these nodes; raises nothing."""
+        ...
+
     def begin(self, nodes: Sequence[str]) -> None:
         """A new attempt, with workers on these nodes."""
         ...
 
-    def began(self, generation: int) -> None:
+    @property
+    def newest_generation(self) -> int:
+        """The newest attempt that has left a trace."""
+        ...
+
+    def began(self) -> None:
         """Its generation is on record: what older ones left uncommitted may go."""
         ...
 
@@ -56,6 +67,10 @@ class Places(Protocol):
 
     def restoring(self, name: str) -> None:
         """Protects the checkpoint that an attempt restores; an empty name is the end of that."""
+        ...
+
+    def on_nodes(self, name: str) -> bool:
+        """Whether an attempt takes a checkpoint from copies on the nodes."""
         ...
 
     def sources(self, name: str) -> Mapping[str, tuple[Source, ...]]:
@@ -126,10 +141,17 @@ class InFolder:
         self._dir, self._house, self._memory, self._keeper = run_dir, house, memory, keeper
         self._make_manifest = make_manifest
 
+    def take_up(self, nodes: Sequence[str]) -> None:
+        pass
+
     def begin(self, nodes: Sequence[str]) -> None:
         pass
 
-    def began(self, generation: int) -> None:
+    @property
+    def newest_generation(self) -> int:
+        return max((entry.generation for entry in self.entries()), default=0)
+
+    def began(self) -> None:
         pass
 
     def holders(self) -> dict[str, str]:
@@ -143,6 +165,9 @@ class InFolder:
 
     def restoring(self, name: str) -> None:
         self._keeper.restoring(name)
+
+    def on_nodes(self, name: str) -> bool:
+        return False
 
     def sources(self, name: str) -> Mapping[str, tuple[Source, ...]]:
         return {}
@@ -196,6 +221,7 @@ class OnNodes:
         memory: of the run.
         keeper: of the folder.
         make_manifest: makes a manifest.
+        record: puts an event on record.
         make_desk: makes the desk, from what seals a checkpoint in the folder and what is told then.
         on_durable: told the name of a checkpoint that got there, once that is on record.
     """
@@ -209,20 +235,40 @@ class OnNodes:
         memory: RunMemory,
         keeper: Keeper,
         make_manifest: MakeManifest,
+        record: Callable[..., None],
         make_desk: Callable[[OnNodes], TierDesk],
         on_durable: Callable[[str], None],
     ) -> None:
         self._house, self._memory, self._keeper = house, memory, keeper
         self._direct, self._aside, self._push_due = direct, aside, False
-        self._make_manifest, self._on_durable = make_manifest, on_durable
-        self._to_keep: dict[str, list[str]] = {}  # once they are in the durable tier
+        self._make_manifest, self._on_durable, self._record = make_manifest, on_durable, record
         self.desk = make_desk(self)
 
-    def begin(self, nodes: Sequence[str]) -> None:
-        self.desk.begin(nodes)
+    def take_up(self, nodes: Sequence[str]) -> None:
+        try:
+            self.desk.begin(nodes, also=[*self._memory.all_nodes])
+        except RayCkptError:
+            logger.exception("the copies on the nodes are not served for now")
+        self._remember()
 
-    def began(self, generation: int) -> None:
-        self.desk.sweep(generation)
+    def begin(self, nodes: Sequence[str]) -> None:
+        # Copies may also be where an attempt before had workers, and this one has none.
+        self.desk.begin(nodes, also=[*self._memory.all_nodes])
+
+    @property
+    def newest_generation(self) -> int:
+        entries = max((entry.generation for entry in self.entries()), default=0)
+        return max(entries, self.desk.newest_generation)
+
+    def began(self) -> None:
+        self.desk.sweep()
+        self._remember()
+
+    def _remember(self) -> None:
+        """What is to be kept once it is in the durable tier: whoever wanted it may be a tracker that died."""
+        for name, reasons in list(self._memory.to_keep.items()):
+            for reason in reasons:
+                self.keep(name, reason)
 
     def holders(self) -> dict[str, str]:
         return self.desk.holders()
@@ -239,6 +285,9 @@ class OnNodes:
         self._keeper.restoring(name)
         self.desk.restoring(name)
 
+    def on_nodes(self, name: str) -> bool:
+        return bool(self.desk.sources(name))
+
     def sources(self, name: str) -> Mapping[str, tuple[Source, ...]]:
         if (found := self.desk.sources(name)) or self._direct:
             return found
@@ -254,6 +303,11 @@ class OnNodes:
         if save["error"]:
             return None, str(save["error"])
         manifest = self._make_manifest(generation, save)
+        known = self.desk.known(name)
+        if known is not None and replace(manifest, committed_at=known.committed_at) == known:
+            manifest = (
+                known  # nodes have committed it, for a tracker that died before it was on record
+            )
         problem = self.desk.commit(manifest, save["places"])
         return (None, problem) if problem else (manifest, "")
 
@@ -270,7 +324,10 @@ class OnNodes:
         if self.is_durable(name):
             self._keeper.keep(name, reason)
             return
-        self._to_keep.setdefault(name, []).append(reason)
+        if reason not in self._memory.to_keep.get(name, ()):
+            key = parse_checkpoint_name(name)
+            assert key is not None, name
+            self._record("keep", name=name, step=key[0], reason=reason)
         self.desk.force(name)
 
     def durable(self, name: str) -> str:
@@ -293,7 +350,15 @@ class OnNodes:
         while (self._push_due or self._aside.busy) and time.monotonic() < deadline:
             self._push()
             self._aside.wait(0.05)
-        self.desk.close(finished=True)
+        newest = self._memory.last_commit_name
+        safe = not newest or self.is_durable(newest)
+        if not safe:
+            self._record(
+                "alert",
+                name=newest,
+                problem="it is not in the durable tier, so the nodes keep it after the end of the run",
+            )
+        self.desk.close(drop_memory=safe)
 
     def _push(self) -> None:
         """Copies the run's records to where its checkpoints are, if they are elsewhere."""
@@ -314,9 +379,13 @@ class OnNodes:
         """Whether the durable tier has a checkpoint."""
         return DURABLE in self._memory.tiers.get(name, {})
 
+    def is_barred(self, name: str) -> bool:
+        """Whether the durable tier has a checkpoint that was found bad: its mark stays, whatever is put there."""
+        return name in self._memory.quarantined
+
     def promoted(self, name: str) -> None:
         """A checkpoint is in the durable tier, and that is on record."""
-        for reason in self._to_keep.pop(name, ()):
+        for reason in list(self._memory.to_keep.get(name, ())):
             self._keeper.keep(name, reason)
         self._on_durable(name)
         self._push_due = True

@@ -88,12 +88,14 @@ class RestorePlan:
         manifest: its manifest.
         reason: why this one, in words.
         sources: file to where it can be taken from, fastest first; empty: all from the run's folder.
+        holders: node to the name of the holder there, who takes them.
     """
 
     name: str
     manifest: Manifest
     reason: str
     sources: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    holders: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_ckpt.checkpoint.manifest import Manifest
-from ray_ckpt.errors import RayCkptError
+from ray_ckpt.errors import HolderGoneError, RayCkptError
 from ray_ckpt.tiers.fleet import Fleet
 from ray_ckpt.tiers.holder import Report, Target
 from ray_ckpt.tiers.placement import Copies, Place, replica_nodes, senders
@@ -37,6 +37,8 @@ class Transfer:
         avoid: senders and paths that failed.
         bytes: copied so far.
         began_s: seconds of the caller's clock.
+        sealing: whether all files are there, and the commit is under way.
+        gone: nodes whose holder turned out to be gone; whoever takes note empties it.
     """
 
     manifest: Manifest
@@ -52,6 +54,8 @@ class Transfer:
     problem: str = ""
     avoid: set[tuple[str, str]] = field(default_factory=set)
     bytes: int = 0
+    sealing: bool = False
+    gone: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -68,14 +72,26 @@ class Transfer:
         """Whether holders work on it."""
         return bool(self.tickets or self.looks)
 
-    def start(self, fleet: Fleet, book: CopyBook, now_s: float) -> None:
+    @property
+    def owing(self) -> set[str]:
+        """Nodes that have not answered."""
+        return {*self.tickets, *self.looks}
+
+    def start(self, fleet: Fleet, book: CopyBook, now_s: float, generation: int) -> None:
         """Begins a try: calls the holders that have work."""
+        here = book.copies(self.name, self.first)
         for node in self.checks - self.looks.keys():
+            place = Place(self.first, node)
+            own = tuple(sorted(path for path, places in here.items() if place in places))
+            if not own:
+                self.checks.discard(node)  # what it had is bad, or gone
+                continue
+            call = {"tier": self.first, "name": self.name, "paths": own}
             try:
-                ticket = fleet.post(node, "verify", tier=self.first, name=self.name)
+                ticket = fleet.post(node, "verify", generation=generation, **call)
                 self.looks[node] = ticket, now_s
             except RayCkptError as error:
-                self.problem = str(error)
+                self._note(node, error)
         for node, paths in self._division(book).items():
             if node in self.tickets or not paths:
                 continue
@@ -83,17 +99,30 @@ class Transfer:
                 if self.target == self.first:
                     sources = book.sources(self.name, durable=False)
                     pulls = {
-                        path: tuple(s for s in sources[path] if s.place and s.place.node != node)
+                        path: tuple(
+                            s for s in sources.get(path, ()) if s.place and s.place.node != node
+                        )
                         for path in paths
                     }
                     ticket = fleet.post(
-                        node, "replicate", manifest=self.manifest, pulls=pulls, tier=self.first
+                        node,
+                        "replicate",
+                        manifest=self.manifest,
+                        pulls=pulls,
+                        tier=self.first,
+                        generation=generation,
                     )
                 else:
                     ticket = fleet.post(
-                        node, "promote", manifest=self.manifest, paths=paths, target=self.target
+                        node,
+                        "promote",
+                        manifest=self.manifest,
+                        paths=paths,
+                        target=self.target,
+                        generation=generation,
                     )
             except RayCkptError as error:
+                self._note(node, error)
                 self._failed(node, paths, str(error))
                 continue
             self.tickets[node] = (ticket, tuple(paths), now_s)
@@ -106,6 +135,7 @@ class Transfer:
                 done, report = fleet.take(ticket, 0)
             except RayCkptError as error:
                 del self.tickets[node]
+                self._note(node, error)
                 self._failed(node, paths, str(error))
                 continue
             if not done and now_s - since_s > _CALL_S:
@@ -128,6 +158,7 @@ class Transfer:
             try:
                 done, report = fleet.take(ticket, 0)
             except RayCkptError as error:
+                self._note(node, error)
                 done, report = True, Report(problems={"": str(error)})
             if not done and now_s - since_s > _CALL_S:
                 done, report = True, Report(problems={"": "it takes too long"})
@@ -140,6 +171,14 @@ class Transfer:
                 self.checks.discard(node)
             reports.append((node, Report(bad=report.bad)))
         return reports
+
+    def leave(self, node: str) -> None:
+        """Waits no longer for a node: its holder hangs, and another one takes its place."""
+        problem = f"the holder on node {node} does not answer"
+        if (call := self.tickets.pop(node, None)) is not None:
+            self._failed(node, call[1], problem)
+        if self.looks.pop(node, None) is not None:
+            self.problem = problem
 
     def pause(self, now_s: float, pause_s: float) -> None:
         """After a try that left something: waits, longer each time."""
@@ -156,6 +195,11 @@ class Transfer:
         if lost := left - {path for paths in division.values() for path in paths}:
             self.problem = f"no living copy of {min(lost)}"
         return division
+
+    def _note(self, node: str, error: RayCkptError) -> None:
+        self.problem = str(error)
+        if isinstance(error, HolderGoneError):
+            self.gone.add(node)
 
     def _failed(self, node: str, paths: Sequence[str], problem: str) -> None:
         self.problem = problem
@@ -185,7 +229,9 @@ def replicas(
         if not here:
             continue
         owner = min(here)
-        targets = [n for n in replica_nodes(owner, nodes, len(nodes), domains) if n not in here]
+        # The first few of the ring are the same whether more are asked for or not, and few are cheap.
+        first = replica_nodes(owner, nodes, count + len(here), domains)
+        targets = [node for node in first if node not in here]
         for node in targets[: max(0, count + 1 - len(here))]:
             wanted.setdefault(node, set()).add(entry.path)
     return wanted

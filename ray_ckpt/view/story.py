@@ -168,6 +168,10 @@ def _delete_failed(e: dict[str, Any]) -> str:
     )
 
 
+def _keep(e: dict[str, Any]) -> str:
+    return f"{e['name']} is kept once it is in the durable tier: {e['reason']}"
+
+
 def _pin(e: dict[str, Any]) -> str:
     return f"{e['name']} is pinned by {e['author']}: {e['reason']}"
 
@@ -205,6 +209,7 @@ _TELLERS = {
     "drill": _drill,
     "delete": _delete,
     "delete_failed": _delete_failed,
+    "keep": _keep,
     "pin": _pin,
     "unpin": _unpin,
     "finished": _finished,

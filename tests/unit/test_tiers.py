@@ -103,7 +103,7 @@ class World:
     def provided(self, plan: Any, node: str) -> Path | None:
         """What a worker on a node gets; None when its holder cannot give it."""
         holder = self.fleet.holders[node]
-        report = holder.provide(plan.manifest, plan.sources)
+        report = holder.provide(plan.manifest, plan.sources, self.generation)
         if report.bad:
             self.tracker.bad_copies(self.generation, plan.name, list(report.bad))
         if report.problems:
@@ -122,7 +122,7 @@ class World:
 def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path, Stack(use=("memory", "durable"), replicas=2), {"durable": 20})
     yield made
-    made.fleet.close(drop_memory=False)
+    made.fleet.close(drop_memory=False, generation=made.generation)
 
 
 def test_a_commit_in_memory_gets_replicas_and_the_first_one_goes_to_the_durable_tier(
@@ -407,7 +407,7 @@ def test_three_tiers_and_the_middle_one_alone_survives(tmp_path: Path) -> None:
     assert (15, "durable") not in tiers
     # A reboot of all nodes: memory is gone, disks are not.
     for node in ["a", "b"]:
-        world.fleet.holders[node].forget("memory")
+        world.fleet.holders[node].forget("memory", world.generation)
     attempt = world.begin(["a", "b"])
     assert attempt.plan.name == "step-00000015-g1"
     folder = world.provided(attempt.plan, "a")

@@ -70,7 +70,8 @@ def _unchecked(options: T) -> T:
     values = _values(options)
     groups = {name: _unchecked(value) for name, value in values.items() if is_dataclass(value)}
     kinds = tuple((name, type(group)) for name, group in groups.items())
-    unchecked: T = _loose(type(options), kinds)(**{**values, **groups})
+    cls: Any = type(options)
+    unchecked: T = _loose(cls, kinds)(**{**values, **groups})
     return unchecked
 
 

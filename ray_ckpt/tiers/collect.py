@@ -38,7 +38,8 @@ class Gate:
 
     def shut(self) -> None:
         """When this returns, no checkpoint ends any more: at most the one that is ending now is waited for."""
-        self._open = False  # before the wait, or the next one may come in first: a lock has no queue
+        # Before the wait, or the next one may come in first: a lock has no queue.
+        self._open = False
         with self._lock:
             pass
 

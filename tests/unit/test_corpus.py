@@ -80,7 +80,11 @@ BAD_INPUTS: list[tuple[str, bytes | Callable[[Path], object], str]] = [
     ("f.jsonl", b'{"text": "\\ud800"}\n', "document 0 holds half a character"),
     ("a.txt.gz", b"not gzip", "is not a whole gzip file"),
     ("b.txt.gz", gzip.compress(b"x" * 5000, mtime=0)[:-9], "is not a whole gzip file"),
-    ("c.txt.gz", gzip.compress(bytes(range(200)) * 9, mtime=0)[:30] + b"\xff" * 99, "not a whole gzip file"),
+    (
+        "c.txt.gz",
+        gzip.compress(bytes(range(200)) * 9, mtime=0)[:30] + b"\xff" * 99,
+        "not a whole gzip file",
+    ),
     ("a.parquet", b"PAR1 no", "cannot be read as Parquet"),
     ("a.parquet.gz", gzip.compress(b"no", mtime=0), "cannot be read as Parquet"),
     ("b.parquet", bad_parquet("body", ["a"]), r"has the columns \['body'\]"),

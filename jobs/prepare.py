@@ -36,7 +36,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-import ray.data
 import tyro
 import xxhash
 from ray.exceptions import RayError
@@ -235,6 +234,8 @@ def _claimed(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _ray() -> Iterator[None]:
     """The Ray of this process, that of RAY_ADDRESS, or a private one while it is needed."""
+    import ray.data  # brings pandas along: half a second that a wrong option need not wait for
+
     data_logger = logging.getLogger("ray.data")
     level = data_logger.level
     mine = not ray.is_initialized()
@@ -275,6 +276,8 @@ def _token_stream(
     corpus: Corpus, tokenizer: Tokenizer, options: PrepareOptions, tally: Tally
 ) -> Iterator[TokenIds]:
     """Token ids of the whole corpus in its order, in pieces; read in parallel."""
+    import ray.data
+
     rows = [
         {"position": position, **dataclasses.asdict(source)}
         for position, source in enumerate(corpus.sources)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+UNIT = ROOT / "tests" / "unit"
 for folder in (ROOT, ROOT / "jobs", ROOT / "tests", ROOT / "tests" / "dist"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -29,17 +31,27 @@ gc.disable()  # until all is imported: the collector finds nothing in modules, a
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Spreads a run of all of ``tests/unit`` over the cores, where pytest-xdist is installed; ``-n 0`` does not.
+    """Makes a run of tests of ``tests/unit`` alone quick.
 
-    All other runs stay in one process: the tests that start processes of their own use the cores themselves.
+    Their files are made in memory, unless TMPDIR says where: they are thousands of a few bytes, and a disk takes longer
+    for one than its test does. A run of all of them is spread over the cores where pytest-xdist is installed, unless
+    ``-n`` says how. All other runs stay as they are: those tests use disk and cores themselves.
     """
-    option = config.option
-    if getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput"):
-        return  # no xdist, or somebody said how many, or this is one of them
-    if option.usepdb or option.collectonly or option.capture == "no" or option.keyword:
+    if hasattr(config, "workerinput"):
+        return  # one of the processes of xdist
+    names = (argument.partition("::")[0] for argument in config.args)
+    paths = {(config.invocation_params.dir / name).resolve() for name in names}
+    if not all(path.is_relative_to(UNIT) for path in paths):
         return
-    paths = {(config.invocation_params.dir / argument).resolve() for argument in config.args}
-    if paths == {ROOT / "tests" / "unit"}:
+    if "TMPDIR" not in os.environ and os.access("/dev/shm", os.W_OK):
+        os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"
+    option = config.option
+    shows = option.usepdb or option.collectonly or option.capture == "no"
+    if (
+        paths == {UNIT}
+        and not (shows or option.keyword)
+        and getattr(option, "numprocesses", 0) is None
+    ):
         option.numprocesses, option.dist = min(4, os.cpu_count() or 1), "worksteal"
 
 

@@ -37,13 +37,15 @@ class Gate:
         self._open = True
 
     def shut(self) -> None:
-        """When this returns, no checkpoint ends any more."""
+        """When this returns, no checkpoint ends any more: at most the one that is ending now is waited for."""
+        # Before the wait, or the next one may come in first: a lock has no queue.
+        self._open = False
         with self._lock:
-            self._open = False
+            pass
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[bool]:
-        """Whether the gate is open; it stays so within the block."""
+        """Whether the gate is open; if it is, who shuts it waits for the end of the block."""
         with self._lock:
             yield self._open
 

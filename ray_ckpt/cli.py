@@ -313,7 +313,7 @@ def _listing(entry: Listed, verified_at: dict[str, float], keeping: Keeping) -> 
         "world_size": manifest and manifest.world_size,
         "sample_offset": manifest and manifest.sample_offset,
         "bytes": manifest and manifest.total_bytes,
-        "fault": entry.fault,
+        "fault": None if entry.fault == NO_MANIFEST and _tiers(entry, keeping) else entry.fault,
         "quarantined": entry.quarantined,
         "drilled": _drill_json(entry, keeping),
         **keeping.of(entry.folder.name),

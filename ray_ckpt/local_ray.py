@@ -8,6 +8,7 @@ watchdog process beside it: when the driver is gone, however it went, the watchd
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -25,6 +26,7 @@ from ray_ckpt.ray_dashboard import enable_if_possible
 
 KEPT_SESSIONS = 5  # folders of ended jobs that are kept for their logs
 _PORT_VARIABLE = "RAY_GCS_SERVER_PORT"
+_held: list[int] = []
 GRACE_S = 5.0  # Ray's own shutdown gets this long before the watchdog helps
 
 
@@ -55,7 +57,7 @@ def cluster(num_cpus: int) -> Iterator[Any]:
                 address="local",
                 num_cpus=max(num_cpus, os.cpu_count() or 1),
                 include_dashboard=True,
-                dashboard_port=0 if _port_taken(8265) else 8265,
+                dashboard_port=8265 if _is_ours(8265) else 0,
                 _temp_dir=str(folder),
                 # What looks for "the" Ray from inside, as Ray Train's own cleaner does, finds this one also where
                 # the machine has others. A Ray that is started inside it must have another port.
@@ -118,6 +120,18 @@ def _start_watchdog(folder: Path) -> subprocess.Popen[bytes]:
         start_new_session=True,  # a Ctrl-C in the terminal is not for it
         cwd="/",
     )
+
+
+def _is_ours(port: int) -> bool:
+    """Whether this process may take a port that everybody likes; of two that start at once, one may."""
+    handle = os.open(_root() / f".port-{port}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return False
+    _held.append(handle)  # for as long as this process lives
+    return not _port_taken(port)
 
 
 def _port_taken(port: int) -> bool:

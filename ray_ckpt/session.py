@@ -61,6 +61,9 @@ from ray_ckpt.watch import Watch
 
 logger = logging.getLogger(__name__)
 
+# Saves in a row that may fail on the nodes before one goes straight to the durable folder.
+DIRECT_AFTER = 2
+
 
 class Session:
     """One worker's view of one attempt of a run.
@@ -291,6 +294,7 @@ class Session:
                 digest=digest_samples(batch.micro_batches),
                 rng_digest=batch.rng_digest,
                 trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
+                wants_direct=self._bypasses(DIRECT_AFTER),
             ),
             self.device,
             self.plan.num_micro_batches,
@@ -305,7 +309,7 @@ class Session:
         self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
         if step == self._first_step:
             self._prepare()  # most optimizers make their state in the first step
-        hold_s = self._save() if agreement.save else 0.0
+        hold_s = self._save(direct=agreement.direct) if agreement.save else 0.0
         if self._watch.must_end(agreement):
             self._end()
         if agreement.report and self._reporter is not None:
@@ -341,7 +345,7 @@ class Session:
                     f"({self._steward.problem}). Mend the storage and start the run again: it goes on from the "
                     "checkpoint before."
                 )
-            self._save()
+            self._save(direct=self._talk.told(self._bypasses(1)))
             self._saver.wait(self.config.saving.timeout_s)
             self._check_last_save()
         self._wait_until_durable()
@@ -511,8 +515,21 @@ class Session:
         tiers = self._stack.node_tiers
         return self._stack.root(tiers[0], self._run_dir) if tiers else self._run_dir
 
-    def _save(self) -> float:
-        """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0)."""
+    def _bypasses(self, failures: int) -> bool:
+        """On rank 0: whether the tiers on the nodes failed so often that the next save does without them.
+
+        A full memory or a dead holder must not keep a run from its durable folder; an object store cannot be
+        written by workers.
+        """
+        possible = bool(self._stack.node_tiers) and not self._stack.remote
+        return possible and self.rank == 0 and self._steward.failures >= failures
+
+    def _save(self, *, direct: bool = False) -> float:
+        """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0).
+
+        Args:
+            direct: straight to the durable folder, past the tiers on the nodes.
+        """
         # First: once the save is committed no later attempt makes these steps again, nor writes their lines.
         self._steward.exchange(flush=True)
         progress = self.progress
@@ -520,8 +537,9 @@ class Session:
         if self._validation is not None:
             validated = self._validation.measure(self._restored().model)
         self._saving = progress, self._steward.last_record, validated
+        self._direct = direct
         hold_s = self._steward.saving(progress.step)
-        self._saver.save(progress.step, self._full_state)
+        self._saver.save(progress.step, self._full_state, self._run_dir if direct else None)
         return hold_s
 
     def _hold(self, seconds: float) -> None:
@@ -542,6 +560,7 @@ class Session:
             "world_size": self.world_size,
             "files": [asdict(entry) for entry in result.files],
             "places": result.places,
+            "direct": self._direct,
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,
@@ -552,7 +571,7 @@ class Session:
             "skipped": [asdict(skip) for skip in self._skips],
         }
         self._unreported[result.step] = save["metrics"]
-        if self._steward.commit(save) and not self._stack.node_tiers:
+        if self._steward.commit(save) and (self._direct or not self._stack.node_tiers):
             self._report(result.step)
 
     def _report(self, step: int) -> None:

@@ -6,10 +6,11 @@ import argparse
 import getpass
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.tracker.recall import recall
+from ray_ckpt.view.runs import find_run
 
 _POLL_S = 0.2
 
@@ -48,10 +49,17 @@ def command_save(args: argparse.Namespace) -> int:
                 "the save failed, and is tried again by itself; the journal says why: ray-ckpt ls RUN"
             )
         _wait(deadline, args.timeout_s, "no checkpoint was committed")
+    at = {"generation": status["generation"], "step": status["last_commit_step"]}
+    while problem := tracker.call("durable", **at):  # who asks wants it to stay
+        _wait(
+            deadline,
+            args.timeout_s,
+            f"step {at['step']} did not get to the durable tier ({problem})",
+        )
     if args.json:
-        print(json.dumps({"step": status["last_commit_step"], "generation": status["generation"]}))
+        print(json.dumps(at))
     else:
-        print(f"committed step {status['last_commit_step']} of run {status['run']!r}")
+        print(f"step {at['step']} of run {status['run']!r} is in the durable tier")
     return 0
 
 
@@ -77,6 +85,10 @@ def command_stop(args: argparse.Namespace) -> int:
 
 
 def _tracker(args: argparse.Namespace) -> tuple[Any, str]:
+    folder = find_run(args.run, args.storage)
+    finished = recall(folder).finished_step
+    if finished is not None:
+        raise ConfigError(f"run {folder.name!r} is complete, at step {finished}: nobody trains it.")
     import ray
 
     from ray_ckpt.tracker.client import RayTracker
@@ -87,7 +99,7 @@ def _tracker(args: argparse.Namespace) -> tuple[Any, str]:
         raise ConfigError(
             f"--address {args.address}: there is no Ray cluster ({error}). Say where the run trains."
         ) from error
-    return RayTracker(Path(args.run).name), getpass.getuser()
+    return RayTracker(folder.name), getpass.getuser()
 
 
 def _status(tracker: Any) -> dict[str, Any]:

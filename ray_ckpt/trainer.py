@@ -9,6 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,23 +80,33 @@ def run(
     sources = config.sources
     default = len(sources) == 1 and sources[0].path == default_data(config)
     # Nor does a mistyped path mean "train on the default text".
-    _fetch_records(config)
     unprepared = prepare is not None and default and _is_empty(sources[0].path)
-    if not unprepared:
-        facts = check_run(config, identity or {})  # before a cluster is started for nothing
-        if _complete(config):
-            return 0
-    RunLock(config.run_dir).close()  # refused here in words; the tracker holds it
-    num_cpus = math.ceil(config.worker_range[1] * config.elastic.cpus_per_worker)
-    with cluster(num_cpus) as context:
-        if prepare is not None and unprepared:
-            prepare(config)
-            facts = check_run(config, identity or {})
-        print(_opening(config, context), flush=True)
-        return _fit(config, train, facts, begun)
+    with ExitStack() as held:
+        # Before anything of a run is looked at or mended: another driver may be at work. A new run has no folder yet,
+        # and gets none before its options were checked.
+        lock = (
+            held.enter_context(closing(RunLock(config.run_dir)))
+            if config.run_dir.is_dir()
+            else None
+        )
+        _fetch_records(config)
+        if not unprepared:
+            facts = check_run(config, identity or {})  # before a cluster is started for nothing
+            if _complete(config):
+                return 0
+        lock = lock or held.enter_context(closing(RunLock(config.run_dir)))
+        num_cpus = math.ceil(config.worker_range[1] * config.elastic.cpus_per_worker)
+        with cluster(num_cpus) as context:
+            if prepare is not None and unprepared:
+                prepare(config)
+                facts = check_run(config, identity or {})
+            print(_opening(config, context), flush=True)
+            return _fit(config, train, facts, begun, lock)
 
 
-def _fit(config: C, train: Callable[[C], None], facts: RunFacts, begun: Instant) -> int:
+def _fit(
+    config: C, train: Callable[[C], None], facts: RunFacts, begun: Instant, lock: RunLock
+) -> int:
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -109,6 +120,7 @@ def _fit(config: C, train: Callable[[C], None], facts: RunFacts, begun: Instant)
     # The controller reads these from its environment; Ray hands them on from the driver's.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(elastic.start_timeout_s))
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+    lock.close()  # for the tracker, which holds it from here on
     handle = start_tracker(facts, tracker_options(config), begun)
     tracker = RayTracker(config.run, handle)
     tracker.call("alive")

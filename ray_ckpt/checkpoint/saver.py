@@ -109,11 +109,18 @@ class Saver:
         """Makes the staging buffers, so that the first save costs what the tenth costs."""
         self._stager.prepare(state_dict)
 
-    def save(self, step: int, state_dict: Callable[[], dict[str, Any]]) -> float:
+    def save(
+        self, step: int, state_dict: Callable[[], dict[str, Any]], run_dir: Path | None = None
+    ) -> float:
         """Begins a save of what ``state_dict()`` gives; returns when training may go on.
 
         Every rank calls this at the same step. Nothing that goes wrong here is raised: the outcome is
         told to ``on_result``.
+
+        Args:
+            step: optimizer steps finished in the state.
+            state_dict: gives the state.
+            run_dir: the run's folder in another tier than the usual one, the same on all ranks.
 
         Returns:
             The stall so far, seconds.
@@ -121,7 +128,8 @@ class Saver:
         if self.busy:
             raise RuntimeError("a save is in flight; wait() for it first")
         started = time.monotonic()
-        folder = self._run_dir / CHECKPOINTS_DIR / checkpoint_name(step, self._generation)
+        base = run_dir or self._run_dir
+        folder = base / CHECKPOINTS_DIR / checkpoint_name(step, self._generation)
         writer = ChecksumWriter(folder, strong=self._signed)
         copy: StagedCopy | None = None
         error: str | None = None

@@ -38,6 +38,7 @@ class Vote:
         digest: sum of its micro-batches' sample digests, modulo 2^64.
         rng_digest: sum of the digests of its random generator after each micro-batch, modulo 2^64.
         trouble: whether it knows that the run is no longer finite.
+        wants_direct: whether a save goes straight to the durable folder; rank 0 alone says so.
     """
 
     loss: int
@@ -49,6 +50,7 @@ class Vote:
     digest: int
     rng_digest: int
     trouble: bool = False
+    wants_direct: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,7 @@ class Agreement:
         digest: digest of the global batch's samples in order, 16 hex digits.
         rng_digest: digest of the random generators after each micro-batch, 16 hex digits.
         trouble: some rank knows that the run is no longer finite.
+        direct: a save goes straight to the durable folder.
     """
 
     loss: float
@@ -74,6 +77,7 @@ class Agreement:
     digest: str
     rng_digest: str
     trouble: bool = False
+    direct: bool = False
 
 
 def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement:
@@ -91,6 +95,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         vote.wants_save,
         vote.wants_report,
         vote.trouble,
+        vote.wants_direct,
     ]
     wide = [vote.loss & _MASK, vote.digest, vote.rng_digest]
     limbs = [(number >> (16 * i)) & 0xFFFF for number in wide for i in range(_LIMBS)]
@@ -98,7 +103,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         [*map(float, small), *map(float, limbs)], dtype=torch.float64, device=device
     )
     dist.all_reduce(tensor)
-    bad, tokens, busy, save, report, trouble, *sums = map(int, tensor.tolist())
+    bad, tokens, busy, save, report, trouble, direct, *sums = map(int, tensor.tolist())
     pieces = [sums[i : i + _LIMBS] for i in range(0, len(sums), _LIMBS)]
     loss, digest, rng_digest = (sum(x << (16 * i) for i, x in enumerate(p)) & _MASK for p in pieces)
     signed = loss - (1 << 64) if loss >> 63 else loss
@@ -111,6 +116,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         digest=f"{digest:016x}",
         rng_digest=f"{rng_digest:016x}",
         trouble=trouble > 0,
+        direct=direct > 0,
     )
 
 

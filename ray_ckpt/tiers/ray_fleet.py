@@ -38,6 +38,16 @@ class HolderActor(Holder):
     def __init__(
         self, node: str, run_dir: str, stack: Stack, host: str, token: bytes, keys: Keys | None
     ) -> None:
+        self._mistake: RayCkptError | None = None
+        try:
+            self._set_up(node, run_dir, stack, host, token, keys)
+        except RayCkptError as error:
+            # Told by alive(): of a constructor Ray tells nobody what it raised.
+            self._mistake = error
+
+    def _set_up(
+        self, node: str, run_dir: str, stack: Stack, host: str, token: bytes, keys: Keys | None
+    ) -> None:
         install(keys)
         roots = {tier: stack.root(tier, Path(run_dir)) for tier in stack.node_tiers}
         # Held for as long as this process lives, however it ends.
@@ -53,6 +63,11 @@ class HolderActor(Holder):
             host=host,
             token=token,
         )
+
+    def alive(self) -> bool:
+        if self._mistake is not None:
+            raise self._mistake
+        return super().alive()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +170,12 @@ class RayFleet:
             ray.kill(actor)
         self._actors = {}
 
+    def _where(self) -> str:
+        stack = self._stack
+        memory = stack.memory_folder or "the node's /dev/shm"
+        local = f", --tiers.local-folder {stack.local_folder}" if stack.local_folder else ""
+        return f"--tiers.memory-folder {memory}{local}"
+
     def _look(self) -> dict[str, str]:
         """Nodes that live, and their addresses."""
         import ray
@@ -222,7 +243,12 @@ class RayFleet:
             logger.warning("no holder on node %s: %s", node, error)
             ray.kill(starting.actor)
             cause = getattr(error, "cause", None)
-            return cause if isinstance(cause, ConfigError) else None  # such as a bad folder
+            if not isinstance(cause, RayCkptError):
+                return None
+            return ConfigError(
+                f"a tier cannot be used on node {node[:12]}: {cause} (--tiers.use {' '.join(self._stack.use)}, "
+                f"{self._where()})"
+            )
         self._actors[node] = (starting.name, starting.actor)
         self._new.append(node)
         return None

@@ -19,7 +19,7 @@ from typing import Literal
 import xxhash
 
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.tiers.address import is_uri, shown
+from ray_ckpt.tiers.address import is_uri
 
 NodeTier = Literal["memory", "local"]
 TierName = Literal["memory", "local", "durable"]
@@ -97,9 +97,19 @@ class Stack:
             )
         if self.remote and not is_uri(self.remote):
             raise ConfigError(
-                f"--tiers.remote {shown(self.remote)}: must be the address of an object store, such as "
+                f"--tiers.remote {self.remote}: must be the address of an object store, such as "
                 "s3://bucket/folder. For a folder that every node sees use --storage."
             )
+        for option, folder in (
+            ("--tiers.memory-folder", self.memory_folder),
+            ("--tiers.local-folder", self.local_folder),
+        ):
+            # What begins with a variable is known on the node.
+            if folder and folder[0] not in "/~$":
+                raise ConfigError(
+                    f"{option} {folder}: must be an absolute path, the same on every node; it may begin with a "
+                    "variable of the node, such as $NAME"
+                )
         if self.remote and len(self.use) == 1:
             raise ConfigError(
                 "--tiers.remote: an object store gets its copies from a tier on the nodes. Add memory or local to "

@@ -56,7 +56,7 @@ from ray_ckpt.tracker.journal import (
     read_lines,
 )
 from ray_ckpt.tracker.keeper import Keeper
-from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.tracker.memory import DURABLE, RunMemory
 from ray_ckpt.tracker.pace import RECENT_STEPS, Pace
 from ray_ckpt.tracker.places import InFolder, OnNodes, Places
 from ray_ckpt.tracker.records import (
@@ -171,8 +171,10 @@ class TrackerCore:
             "make_manifest": self._manifest,
         }
         stack = self._options.stack
+        folder = None if stack.remote else InFolder(run_dir=self._dir, **common)
         if not stack.node_tiers:
-            return InFolder(run_dir=self._dir, **common)
+            assert folder is not None
+            return folder
         assert fleet is not None, "tiers on the nodes need holders there"
 
         def make_desk(places: OnNodes) -> TierDesk:
@@ -197,7 +199,7 @@ class TrackerCore:
 
         return OnNodes(
             **common,
-            direct=not stack.remote,
+            folder=folder,
             record=self._record,
             aside=Thread("records"),
             make_desk=make_desk,
@@ -569,7 +571,7 @@ class TrackerCore:
             "commit",
             step=step,
             name=name,
-            tier=self._options.stack.use[0],
+            tier=DURABLE if save.get("direct") else self._options.stack.use[0],
             bytes=manifest.total_bytes,
             files=len(manifest.files),
             world_size=manifest.world_size,

@@ -216,7 +216,7 @@ class OnNodes:
 
     Args:
         house: the durable tier.
-        direct: whether workers can read the durable tier by themselves, as they can a folder.
+        folder: the durable tier, where workers can read and write it by themselves; None for an object store.
         aside: where records are copied.
         memory: of the run.
         keeper: of the folder.
@@ -230,7 +230,7 @@ class OnNodes:
         self,
         *,
         house: House,
-        direct: bool,
+        folder: InFolder | None,
         aside: Aside,
         memory: RunMemory,
         keeper: Keeper,
@@ -240,7 +240,7 @@ class OnNodes:
         on_durable: Callable[[str], None],
     ) -> None:
         self._house, self._memory, self._keeper = house, memory, keeper
-        self._direct, self._aside, self._push_due = direct, aside, False
+        self._folder, self._aside, self._push_due = folder, aside, False
         self._make_manifest, self._on_durable, self._record = make_manifest, on_durable, record
         self.desk = make_desk(self)
 
@@ -289,7 +289,7 @@ class OnNodes:
         return bool(self.desk.sources(name))
 
     def sources(self, name: str) -> Mapping[str, tuple[Source, ...]]:
-        if (found := self.desk.sources(name)) or self._direct:
+        if (found := self.desk.sources(name)) or self._folder is not None:
             return found
         entry = next(each for each in self._house.entries() if each.folder.name == name)
         assert entry.manifest is not None
@@ -298,6 +298,9 @@ class OnNodes:
     def put(
         self, name: str, generation: int, save: Mapping[str, Any]
     ) -> tuple[Manifest | None, str]:
+        if save.get("direct"):
+            assert self._folder is not None
+            return self._folder.put(name, generation, save)
         if name in self._memory.committed:
             return None, ""
         if save["error"]:
@@ -313,9 +316,13 @@ class OnNodes:
 
     def committed(self, name: str) -> None:
         self.desk.advance()
+        if self.is_durable(name):
+            self._keeper.after_save()  # it went straight there
 
     def discard(self, name: str) -> None:
         self.desk.discard(name)
+        if self._folder is not None:
+            self._folder.discard(name)
 
     def set_aside(self, name: str, manifest: Manifest, save: Mapping[str, Any]) -> None:
         self.desk.set_aside(manifest, save["places"])

@@ -57,6 +57,11 @@ class Steward:
         return self._directive.save_request > self._answered_request
 
     @property
+    def failures(self) -> int:
+        """Saves that failed since the last commit."""
+        return self._failures
+
+    @property
     def durable_step(self) -> int | None:
         """Step of the newest checkpoint in the durable tier, as far as the tracker has told."""
         return self._directive.durable_step

@@ -107,6 +107,7 @@ class TierDesk:
         self._late: dict[str, Any] = {}  # node to a commit that it has not answered
         self._in_use, self._moved_on = "", False  # what the attempt restores, and whether it has
         self._nodes: tuple[str, ...] = ()
+        self._told_few = False  # that there are fewer nodes than copies are wanted
         self._also: tuple[str, ...] = ()
         self._handed_out: dict[str, str] = {}  # node to the holder that workers were told of
         self._revivals = 0
@@ -128,7 +129,7 @@ class TierDesk:
         self._drops.clear()
         self._greeted.clear()
         self._in_use, self._moved_on = "", False
-        self._nodes = tuple(dict.fromkeys(node for node in nodes if node))
+        self._nodes, self._told_few = tuple(dict.fromkeys(node for node in nodes if node)), False
         self._also, self._revivals = tuple(also), 0
         self._gather()
         # Nodes may be gone, or new.
@@ -527,14 +528,18 @@ class TierDesk:
         seconds = now_s - transfer.began_s
         if target == self._first:
             self._settled.add(transfer.name)
-            copies = self._book.copies(transfer.name, self._first).values()
+            places = self._book.copies(transfer.name, self._first).values()
+            copies = min(map(len, places), default=0)
+            wanted = 1 + (self._stack.replicas if target == "memory" else 0)
+            first, self._told_few = not self._told_few, self._told_few or copies < wanted
             self._hooks.record(
                 "replicated",
                 name=transfer.name,
                 step=manifest.step,
                 tier=target,
-                copies=min(map(len, copies), default=0),
-                wanted=1 + (self._stack.replicas if target == "memory" else 0),
+                copies=copies,
+                wanted=wanted,
+                first=first,
                 bytes=transfer.bytes,
                 seconds=seconds,
             )

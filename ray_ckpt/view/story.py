@@ -13,7 +13,7 @@ def tell(event: dict[str, Any]) -> str | None:
     if teller is None:
         return None
     # A cause may be a whole traceback, and a log with a line an event is read line by line.
-    return " ".join(filter(None, map(str.strip, teller(event).splitlines())))
+    return " ".join(filter(None, map(str.strip, teller(event).splitlines()))) or None
 
 
 def _tracker(e: dict[str, Any]) -> str:
@@ -62,6 +62,8 @@ def _commit(e: dict[str, Any]) -> str:
 
 
 def _replicated(e: dict[str, Any]) -> str:
+    if e["copies"] < e["wanted"] and not e.get("first", True):
+        return ""  # told once in an attempt; there are not more nodes
     few = "" if e["copies"] >= e["wanted"] else f" ({e['wanted']} are wanted: too few nodes)"
     return (
         f"{e['name']} was read back in {e['tier']}, and has {e['copies']} "

@@ -47,6 +47,8 @@ def test_a_lost_node_needs_a_replica_or_the_durable_tier() -> None:
         ({"use": ("local", "durable")}, "--tiers.local-folder"),
         ({"use": ("memory", "durable"), "local_folder": "/x"}, "no local tier"),
         ({"remote": "s3://bucket/x"}, "a tier on the nodes"),
+        ({"use": ("local", "durable"), "local_folder": "rel/x"}, "--tiers.local-folder rel/x"),
+        ({"use": ("memory", "durable"), "memory_folder": "rel/x"}, "--tiers.memory-folder rel/x"),
         ({"use": ("memory", "durable"), "remote": "/mnt/x"}, "--storage"),
     ],
 )

@@ -268,6 +268,43 @@ def test_after_a_rollback_copies_go_on_from_where_the_run_is(world: World) -> No
     assert [e["step"] for e in world.events("promote")] == [10, 30, 35]
 
 
+def test_a_save_that_goes_past_the_nodes_is_a_durable_one(world: World) -> None:
+    """What workers do when the tiers on the nodes fail: the folder takes it, and nothing is missed later."""
+    world.begin(NODES)
+    assert world.save(10)
+    world.settle()
+    assert not world.save(20, error="rank 1: the memory is full")
+    name = "step-00000030-g1"
+    folder = world.run_dir / CHECKPOINTS_DIR / name
+    folder.mkdir(parents=True)
+    files = []
+    for path in (".metadata", "__0_0.distcp"):
+        (folder / path).write_bytes(path.encode())
+        checksum = xxhash.xxh3_128_hexdigest(path.encode())
+        files.append({"path": path, "bytes": len(path), "checksum": checksum})
+    assert world.save(30, files=files, places={}, direct=True)
+    assert world.durable(name)
+    assert world.events("commit")[-1]["tier"] == "durable"
+    assert world.tracker.durable(world.generation, 30) == ""
+    assert world.tracker.status()["failed_in_a_row"] == 0
+    world.settle()
+    assert [e["step"] for e in world.events("promote")] == [10]
+    for node in NODES:
+        world.fleet.kill(node)
+    plan = world.begin(["e"]).plan
+    assert plan.name == name
+    assert not plan.sources
+
+
+def test_a_save_past_the_nodes_that_fails_leaves_nothing(world: World) -> None:
+    world.begin(NODES)
+    folder = world.run_dir / CHECKPOINTS_DIR / "step-00000010-g1"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"x")
+    assert not world.save(10, places={}, direct=True, error="rank 0: disk full")
+    assert not folder.exists()
+
+
 def test_without_any_copy_left_and_nothing_durable_the_run_begins_again_and_is_not_refused(
     tmp_path: Path,
 ) -> None:

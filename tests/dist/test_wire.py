@@ -25,6 +25,8 @@ from ray_ckpt.tiers.handshake import Patience, PeerError, greet, hear, read_gree
 from ray_ckpt.tiers.throttle import Throttle
 from ray_ckpt.tiers.wire import FileServer, fetch
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
 TOKEN = b"0123456789abcdef"
 NAME = "step-00000010-g1"
 DATA = bytes(range(256)) * 37

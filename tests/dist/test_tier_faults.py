@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tiers import NODES, World
+from tests.tier_world import NODES, World
 
 from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME, checkpoint_name
@@ -29,6 +29,8 @@ from ray_ckpt.tracker.copies import CopyBook
 from ray_ckpt.tracker.drops import Drops
 from ray_ckpt.tracker.health import ANSWER_S, ASK_AFTER_S, Health
 from tests.fleet import LocalFleet
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 MEMORY = Stack(use=("memory", "durable"), replicas=2)
 THREE = Stack(use=("memory", "local", "durable"), local_folder="/of/each/node", replicas=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from ray_ckpt.ray_dashboard import SHIM_FOLDER
+
 _OWN = ("ray", "dashboard", "modules")
 
 
@@ -22,6 +24,8 @@ def copy_ray(site: Path) -> Path:
         source, target = source / name, target / name
         target.mkdir(parents=True)
         for item in source.iterdir():
+            if item.name == SHIM_FOLDER:
+                continue  # whoever ran a job here has the page in the installed one
             if item.name not in (*_OWN[1:], "__pycache__") or item.is_file():
                 (target / item.name).symlink_to(item)
     return target

@@ -141,7 +141,7 @@ def test_three_then_two_then_three_workers(tmp_path: Path) -> None:
 
         wait("start with 3", lambda row: row["world_size"] == 3 and row["step"] >= 45)
         look_at_the_dashboard(cluster)
-        saved = ask(cluster, "save", "story")
+        saved = ask(cluster, "save", str(run_dir))
         killed = time.monotonic()
         cluster.kill("node1")
         wait("step with 2", lambda row: row["world_size"] == 2)

@@ -85,7 +85,8 @@ def test_the_exact_optimum_solves_the_lambert_equation(stall, mtbf):
     assert 0 < share <= 1
     if share < 1:
         left = math.log1p(-share) + share
-        assert left == pytest.approx(-stall / mtbf, rel=1e-6, abs=1e-15)
+        lost = 4e-16 / (1 - share)  # digits that a share next to 1 does not have
+        assert left == pytest.approx(-stall / mtbf, rel=1e-6, abs=1e-15 + lost)
 
 
 @settings(max_examples=40, deadline=None)

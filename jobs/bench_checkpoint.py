@@ -23,6 +23,7 @@ Exit code 0 only when all targets hold.
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import statistics
 import tempfile
@@ -56,7 +57,7 @@ from ray_ckpt.facts import versions
 from ray_ckpt.options import parse, run_main
 from ray_ckpt.prove.processes import free_port
 
-BLOCKING, OVERLAPPED, MEMORY = "ray_ckpt blocking", "ray_ckpt overlapped", "ray_ckpt memory tier"
+BLOCKING, OVERLAPPED = "ray_ckpt blocking", "ray_ckpt overlapped"
 COLUMNS = ("first", "stall", "commit", "beside commit", "restore", "memory", "beside")
 LIMITS = {
     "stall_blocking_over_copy": 1.3,
@@ -260,6 +261,7 @@ def reshard(rank: int, world: int, port: int, config: BenchConfig, folder: str, 
 
 def _join(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
+    logging.disable(logging.INFO)  # DCP's process tells of each step
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
 

@@ -16,6 +16,8 @@ from ray_ckpt.tiers.placement import replica_nodes
 from ray_ckpt.tiers.stack import Stack
 from tests.tier_world import NODES, World
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:

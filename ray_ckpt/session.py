@@ -315,7 +315,7 @@ class Session:
         if agreement.report and self._reporter is not None:
             self._reporter.report()
         self._steward.exchange(flush=False)
-        if self._stack.node_tiers and self._steward.durable_step is not None:
+        if self._steward.durable_step in self._unreported:
             self._report(self._steward.durable_step)
         if hold_s:
             self._hold(hold_s)
@@ -570,7 +570,8 @@ class Session:
             "bitwise_comparable": self._watch.bitwise_comparable,
             "skipped": [asdict(skip) for skip in self._skips],
         }
-        self._unreported[result.step] = save["metrics"]
+        if self._reporter is not None:
+            self._unreported[result.step] = save["metrics"]
         if self._steward.commit(save) and (self._direct or not self._stack.node_tiers):
             self._report(result.step)
 

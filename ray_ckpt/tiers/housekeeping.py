@@ -7,10 +7,12 @@ before anything is deleted when a checkpoint has to be read back: what that foun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from ray_ckpt.checkpoint.manifest import Manifest, read_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME
@@ -58,6 +60,23 @@ class Round:
     delete: bool = True
 
 
+class Judging(Protocol):
+    """What rounds on every kind of storage go by; see :class:`Round`."""
+
+    @property
+    def rules(self) -> Rules: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def newest_generation(self) -> Callable[[], int]: ...
+    @property
+    def present_generation(self) -> int: ...
+    @property
+    def gate(self) -> Gate: ...
+    @property
+    def delete(self) -> bool: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
     """What a round found and did.
@@ -99,11 +118,38 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
         mend(task.run_dir)
         release_dead(task.run_dir)
     stock = take_stock(task.run_dir, verified=task.verified, in_use=task.in_use, passed=task.passed)
+    back = task.read_back
+    return judged(
+        task,
+        stock,
+        read=None if back is None else lambda name: back(task.run_dir / CHECKPOINTS_DIR / name),
+        delete=partial(collect, task.run_dir),
+        now_s=now_s,
+    )
+
+
+def judged(
+    task: Judging,
+    stock: Stock,
+    *,
+    read: Callable[[str], Sequence[Fault]] | None,
+    delete: Callable[..., list[Outcome]],
+    now_s: float,
+) -> Findings:
+    """The rest of a round, the same for every kind of storage: read back what must be, or judge, and delete.
+
+    Args:
+        task: what to go by.
+        stock: what there is.
+        read: reads a checkpoint back, by its name; None for not at all.
+        delete: deletes by verdicts; see :func:`ray_ckpt.tiers.collect.collect`.
+        now_s: seconds since the epoch.
+    """
     policies, limit = task.rules.policies(), task.rules.quarantined
     to_read = to_read_back(stock.records, policies, quarantined=limit)
-    if to_read and task.read_back is not None:
+    if to_read and read is not None:
         started = time.monotonic()
-        faults = tuple(task.read_back(task.run_dir / CHECKPOINTS_DIR / to_read))
+        faults = tuple(read(to_read))
         seconds = time.monotonic() - started
         return Findings(stock=stock, to_read=to_read, faults=faults, seconds=seconds)
     verdicts = plan(stock.records, policies, quarantined=limit)
@@ -115,8 +161,7 @@ def keep_house(task: Round, *, now_s: float) -> Findings:
     )
     outcomes: list[Outcome] = []
     if task.delete:
-        outcomes = collect(
-            task.run_dir,
+        outcomes = delete(
             [*verdicts, *orphans],
             generation=task.generation,
             newest_generation=task.newest_generation,

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed
 from ray_ckpt.checkpoint.names import PINS_NAME
 from ray_ckpt.checkpoint.trust import problem_of
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ConfigError, StorageError
-from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, Outcome
-from ray_ckpt.tiers.housekeeping import Findings
+from ray_ckpt.tiers.collect import LEAVING_NAME, Gate
+from ray_ckpt.tiers.housekeeping import Findings, judged
 from ray_ckpt.tiers.pins import Pin
 from ray_ckpt.tiers.remote import NUM_THREADS, RemoteEntry, RemoteTier
 from ray_ckpt.tiers.remote_collect import collect_remote, mend
 from ray_ckpt.tiers.remote_pins import read_pins
-from ray_ckpt.tiers.retention import plan, to_read_back
 from ray_ckpt.tiers.rules import Rules
-from ray_ckpt.tiers.stock import Orphan, Stock, judge_orphans, record_of
+from ray_ckpt.tiers.stock import Orphan, Stock, record_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,35 +76,12 @@ def keep_remote_house(task: RemoteRound, *, now_s: float) -> Findings:
     stock = remote_stock(
         task.tier, entries, verified=task.verified, in_use=task.in_use, passed=task.passed
     )
-    policies, limit = task.rules.policies(), task.rules.quarantined
-    to_read = to_read_back(stock.records, policies, quarantined=limit)
-    if to_read and task.read_back is not None:
-        started = time.monotonic()
-        faults = tuple(task.read_back(to_read))
-        seconds = time.monotonic() - started
-        return Findings(stock=stock, to_read=to_read, faults=faults, seconds=seconds)
-    verdicts = plan(stock.records, policies, quarantined=limit)
-    orphans = judge_orphans(
-        stock.orphans,
-        present_generation=task.present_generation,
-        grace_s=task.rules.grace_s,
+    return judged(
+        task,
+        stock,
+        read=task.read_back,
+        delete=partial(collect_remote, task.tier),
         now_s=now_s,
-    )
-    outcomes: list[Outcome] = []
-    if task.delete:
-        outcomes = collect_remote(
-            task.tier,
-            [*verdicts, *orphans],
-            generation=task.generation,
-            newest_generation=task.newest_generation,
-            gate=task.gate,
-        )
-    return Findings(
-        stock=stock,
-        verdicts=tuple(verdicts),
-        orphans=tuple(orphans),
-        to_read=to_read,
-        outcomes=tuple(outcomes),
     )
 
 

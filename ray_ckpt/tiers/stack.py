@@ -26,11 +26,6 @@ TierName = Literal["memory", "local", "durable"]
 
 TIER_NAMES: tuple[TierName, ...] = ("memory", "local", "durable")
 """Fastest first."""
-SURVIVES: Mapping[str, str] = {
-    "memory": "the loss of workers, and of as many nodes as there are replicas",
-    "local": "the loss of workers, and a reboot of the nodes",
-    "durable": "the loss of the cluster",
-}
 
 # Simulated nodes of one machine share its /dev/shm: theirs is below this (cluster/local.py).
 _SHM_VARIABLE = "RAY_CKPT_NODE_SHM_DIR"

@@ -89,11 +89,42 @@ def collect(
     Raises:
         StaleGenerationError: another attempt has begun: nothing more is deleted.
     """
+    root = run_dir / CHECKPOINTS_DIR
+
+    def remove(name: str) -> str:
+        problem = remove_folder(root / name)
+        fault_point("collect.removed")
+        return problem
+
+    return end_each(
+        verdicts,
+        generation=generation,
+        newest_generation=newest_generation,
+        gate=gate,
+        end=lambda name: _end(root / name),
+        remove=remove,
+    )
+
+
+def end_each(
+    verdicts: Sequence[Verdict],
+    *,
+    generation: int,
+    newest_generation: Callable[[], int],
+    gate: Gate,
+    end: Callable[[str], tuple[str, bool]],
+    remove: Callable[[str], str],
+) -> list[Outcome]:
+    """The same for every kind of storage; arguments as for :func:`collect`, and:
+
+    Args:
+        end: takes the manifest of a checkpoint away; why not, and whether it is meant to stay.
+        remove: removes the files of one without a manifest; what was in the way.
+    """
     outcomes = []
     for verdict in reversed(verdicts):
         if verdict.keep:
             continue
-        folder = run_dir / CHECKPOINTS_DIR / verdict.name
         key = parse_checkpoint_name(verdict.name)
         assert key is not None, verdict.name
         with gate.passing() as is_open:
@@ -105,16 +136,13 @@ def collect(
                     f"attempt {newest} has taken the place of attempt {generation}, which may not delete "
                     f"{verdict.name} any more. Nothing was changed."
                 )
-            problem, kept = _end(folder)
-        if not problem:
-            problem = remove_folder(folder)
-            fault_point("collect.removed")
+            problem, kept = end(verdict.name)
         outcomes.append(
             Outcome(
                 name=verdict.name,
                 step=key[0],
                 reason="; ".join(verdict.reasons),
-                problem=problem,
+                problem=problem or remove(verdict.name),
                 kept=kept,
             )
         )

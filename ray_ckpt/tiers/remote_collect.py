@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME, parse_checkpoint_name
-from ray_ckpt.errors import StaleGenerationError, StorageError
-from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, Outcome
+from ray_ckpt.errors import StorageError
+from ray_ckpt.tiers.collect import LEAVING_NAME, Gate, Outcome, end_each
 from ray_ckpt.tiers.remote import NUM_THREADS, RemoteTier
 from ray_ckpt.tiers.remote_pins import read_pins
 from ray_ckpt.tiers.retention import Verdict
@@ -39,24 +40,14 @@ def collect_remote(
     Raises:
         StaleGenerationError: another attempt has begun: nothing more is deleted.
     """
-    outcomes = []
-    for verdict in reversed(verdicts):
-        if verdict.keep:
-            continue
-        with gate.passing() as is_open:
-            if not is_open:
-                break
-            newest = newest_generation()
-            if newest > generation:
-                raise StaleGenerationError(
-                    f"attempt {newest} has taken the place of attempt {generation}, which may not delete "
-                    f"{verdict.name} any more. Nothing was changed."
-                )
-            problem, kept = _end(tier, verdict.name)
-        if not problem:
-            problem = _remove(tier, verdict.name)
-        outcomes.append(_outcome(verdict.name, "; ".join(verdict.reasons), problem, kept))
-    return outcomes
+    return end_each(
+        verdicts,
+        generation=generation,
+        newest_generation=newest_generation,
+        gate=gate,
+        end=partial(_end, tier),
+        remove=partial(_remove, tier),
+    )
 
 
 def drop(tier: RemoteTier, name: str, reason: str = "") -> Outcome:

@@ -15,7 +15,7 @@ beside the time between the failures that need it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ray_ckpt.policy.interval import exact, growth, save_cost
@@ -200,9 +200,8 @@ class _Search:
             return broken, *self._last(unit, grown, low, high)
         centre = self._centre(k, unit, grown, low, high)
         best: tuple[int, float, tuple[int, ...]] | None = None
-        for start, direction in ((centre, 1), (centre - 1, -1)):
-            times, tried = start, 0
-            while low <= times <= high and tried < _MOST_TRIES:
+        for outward in (_outward(centre, high, 1), _outward(centre - 1, low, -1)):
+            for times in outward:
                 if best and not best[0] and self._least(k, unit * times, grown) >= best[1]:
                     break  # further from the centre it only grows
                 growth = self.tiers[k].growth(unit * times * self.step_s, grown)
@@ -210,8 +209,6 @@ class _Search:
                 here = broken + more, after, (unit * times, *steps)
                 if best is None or here[:2] < best[:2]:
                     best = here
-                times += direction * max(1, times // _FINE)
-                tried += 1
         assert best is not None
         return best
 
@@ -246,6 +243,20 @@ class _Search:
             wanted = min(max(tier.optimum_s(grown) / self.step_s, min(least, most)), most)
             grown = tier.growth(max(wanted, steps) * self.step_s, grown)
         return grown
+
+
+def _outward(start: int, end: int, direction: int) -> Iterator[int]:
+    """Numbers from ``start`` to ``end``, a share of each apart; an end that is reached is one of them.
+
+    The waste is flat where it is least, but not at a limit that cuts the valley: there the last step counts.
+    """
+    times = start
+    for _ in range(_MOST_TRIES):
+        left = (end - times) * direction
+        if left < 0:
+            return
+        yield times
+        times += direction * max(1, min(times // _FINE, left))
 
 
 def _tier_words(tier: TierCost, steps: int, step_s: float, bounds: tuple[int, int]) -> str:

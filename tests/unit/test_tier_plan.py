@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ray_ckpt.policy.interval import exact, overhead
@@ -69,6 +69,14 @@ def test_no_multiples_waste_less(tiers, step_s, least, data):
 
 @settings(max_examples=40, deadline=None)
 @given(tier_lists(), st.floats(0.001, 0.01))
+@example(
+    tiers=[
+        TierCost(name="free", stall_s=0, failures_per_s=0.01),
+        TierCost(name="limited", stall_s=0, upload_s=4, slowdown=2**-9, failures_per_s=10**-3.5),
+        TierCost(name="needed", stall_s=0, failures_per_s=0.01),
+    ],
+    step_s=0.001,
+)
 def test_short_steps_are_searched_as_well_as_fractions_of_steps(tiers, step_s):
     limits = IntervalLimits(min_s=step_s, max_s=20_000.0)
     found = plan_intervals(tiers, step_s, limits)

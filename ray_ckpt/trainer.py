@@ -114,6 +114,7 @@ def _fit(
     from ray_ckpt.elastic.callbacks import make_callbacks
     from ray_ckpt.stopping import Stopped, fit_until_stopped
     from ray_ckpt.tracker.actor import start_tracker
+    from ray_ckpt.view.metrics import tell_end
     from ray_ckpt.view.narrator import Narrator
 
     elastic, workers = config.elastic, config.worker_range
@@ -157,13 +158,16 @@ def _fit(
     try:
         with Narrator(tracker, config.steps, config.log_every):
             fit_until_stopped(trainer.fit, tracker)
+        tell_end(config.run, "finished")
     except Stopped as stopped:
+        tell_end(config.run, "stopped")
         print(
             f"stopped by {stopped}; the same command goes on.\n{summary(config.run_dir)}",
             flush=True,
         )
         return 128 + stopped.number
     except ray.train.TrainingFailedError as error:
+        tell_end(config.run, "failed")
         cause = str(getattr(error, "controller_failure", error))
         raise RayCkptError(
             f"run {config.run!r} stopped: {cause.removeprefix('the run stops: ')}\nWhat there is: ray-ckpt ls "

@@ -35,7 +35,7 @@ from ray_ckpt.view.metrics import Metrics
 from ray_ckpt.view.story import tell
 
 ADVANCE_S = 0.25
-GAUGE_TICKS = 20  # a gauge of Ray that is set once is gone after about 20 s (ray#56405)
+LOOK_TICKS = 4  # between two looks of the metrics
 
 _C = TypeVar("_C", bound=Callable[..., Any])
 
@@ -73,7 +73,7 @@ class TrackerActor(TrackerCore):
         self._looks: dict[Any, str] = {}
         self._lock = RunLock(Path(facts.run_dir))
         self._table = LogTable(session_logs_dir(), facts.run)
-        self._metrics = Metrics(facts.run)
+        self._metrics = Metrics(facts, options)
         super().__init__(
             facts,
             options,
@@ -93,6 +93,8 @@ class TrackerActor(TrackerCore):
                 "registered_at": time.time(),
             }
         )
+        self._metrics.look(self.status(), self.memory)
+        self._metrics.start()
         threading.Thread(target=self._tick, name="tick", daemon=True).start()
 
     def advance(self) -> None:
@@ -131,14 +133,14 @@ class TrackerActor(TrackerCore):
         self._metrics.count(event)
 
     def _tick(self) -> None:
-        """Copies to slower tiers go on, and gauges stay, also while no worker calls."""
+        """Copies to slower tiers go on, also while no worker calls, and metrics learn where the run stands."""
         stop = threading.Event()
         for tick in itertools.count():
             stop.wait(ADVANCE_S)
             with self._turn:
                 self.advance()
-                if tick % GAUGE_TICKS == 0:
-                    self._metrics.set(self.status())
+                if tick % LOOK_TICKS == 0:
+                    self._metrics.look(self.status(), self.memory)
 
     def _collect_looks(self) -> None:
         if not self._looks:

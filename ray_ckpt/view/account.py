@@ -41,7 +41,7 @@ class Account:
         wall_s: from the first submit to the last sign of life.
         buckets: name to seconds.
         goodput: useful time over wall time; None while no time has passed.
-        restarts: attempt to the seconds of each phase on the way into it, once its first step was done.
+        restarts: attempt to the seconds of each phase of the restart that ended with its first step.
     """
 
     wall_s: float
@@ -65,14 +65,12 @@ def account_of(ledger: Ledger, since: int = 0) -> Account:
 
     Args:
         ledger: of the run.
-        since: the restarts before this attempt are left out.
+        since: restarts into attempts before this one are left out.
     """
     restarts = {
-        number: {name: buckets[name] for name in PHASES}
-        for number, buckets in ledger.by_attempt.items()
-        if number >= since
-        and buckets["useful"] + buckets["rework"] > 0
-        and any(buckets[name] for name in PHASES)
+        each.attempt: {name: each.buckets.get(name, 0.0) for name in PHASES}
+        for each in ledger.restarts
+        if each.complete and each.attempt >= since
     }
     return Account(
         wall_s=ledger.wall_s, buckets=ledger.buckets, goodput=ledger.goodput, restarts=restarts
@@ -101,7 +99,7 @@ class Accountant:
 
         Args:
             now_s: monotonic seconds.
-            since: restarts before this attempt are left out of the next one.
+            since: restarts into attempts before this one are left out of the next account.
         """
         if self._zero_s is None:
             self._zero_s = now_s

@@ -176,6 +176,9 @@ class Nowhere:
     def observe(self, name: str, value: str, number: float) -> None:
         pass
 
+    def count(self, name: str, value: str) -> None:
+        pass
+
 
 def ticks(run_dir: Path, events: int, rounds: int) -> tuple[float, list[float]]:
     """Times of the first telling of all metrics, which reads the journal, and of others; seconds."""

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,8 @@ from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.view.summary import snapshot_problem, summary
 
 C = TypeVar("C", bound=Config)
+
+_FAREWELL_S = 5.0  # a tracker that does not answer is ended all the same
 
 
 def resolve(config: C) -> C:
@@ -114,7 +116,6 @@ def _fit(
     from ray_ckpt.elastic.callbacks import make_callbacks
     from ray_ckpt.stopping import Stopped, fit_until_stopped
     from ray_ckpt.tracker.actor import start_tracker
-    from ray_ckpt.view.metrics import tell_end
     from ray_ckpt.view.narrator import Narrator
 
     elastic, workers = config.elastic, config.worker_range
@@ -155,25 +156,27 @@ def _fit(
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )
+    how = "failed"
     try:
         with Narrator(tracker, config.steps, config.log_every):
             fit_until_stopped(trainer.fit, tracker)
-        tell_end(config.run, "finished")
+        how = "finished"
     except Stopped as stopped:
-        tell_end(config.run, "stopped")
+        how = "stopped"
         print(
             f"stopped by {stopped}; the same command goes on.\n{summary(config.run_dir)}",
             flush=True,
         )
         return 128 + stopped.number
     except ray.train.TrainingFailedError as error:
-        tell_end(config.run, "failed")
         cause = str(getattr(error, "controller_failure", error))
         raise RayCkptError(
             f"run {config.run!r} stopped: {cause.removeprefix('the run stops: ')}\nWhat there is: ray-ckpt ls "
             f"{config.run_dir}. The same command goes on from the newest checkpoint that is whole."
         ) from error
     finally:
+        with suppress(ray.exceptions.RayError):  # it may be gone
+            ray.get(handle.ended.remote(how), timeout=_FAREWELL_S)
         ray.kill(handle)
     print(summary(config.run_dir), flush=True)
     return 0

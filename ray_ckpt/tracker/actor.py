@@ -125,6 +125,10 @@ class TrackerActor(TrackerCore):
         """Answers when the actor is ready."""
         return True
 
+    def ended(self, how: str) -> None:
+        """The driver is about to end this actor, and says how the job ends."""
+        self._metrics.ended(how)
+
     def _show(self, event: dict[str, Any]) -> None:
         line = tell(event)
         if line is not None:
@@ -139,7 +143,9 @@ class TrackerActor(TrackerCore):
             stop.wait(ADVANCE_S)
             with self._turn:
                 self.advance()
-                if tick % LOOK_TICKS == 0:
+                if self._replaced:
+                    self._metrics.fall_silent()
+                elif tick % LOOK_TICKS == 0:
                     self._metrics.look(self.status(), self.memory)
 
     def _collect_looks(self) -> None:

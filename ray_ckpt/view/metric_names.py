@@ -144,10 +144,11 @@ METRICS: Mapping[str, Metric] = {
         "phase",
         tuple(name.removeprefix(RESTART) for name in PHASES),
     ),
-    # ---- of the driver
+    # ---- of this tracker
+    "ckpt_started_seconds": _gauge("When this tracker began, seconds since the epoch."),
     "ckpt_ended_total": Metric(
         kind="counter",
-        text="Jobs of the run that ended and could say so.",
+        text="1 once the job of this tracker has said how it ends; it stays when the tracker is gone.",
         label="how",
         values=ENDS,
     ),

@@ -44,6 +44,10 @@ class Instruments(Protocol):
         """Puts a number into a histogram, with a value of its label."""
         ...
 
+    def count(self, name: str, value: str) -> None:
+        """Adds 1 to a counter, with a value of its label."""
+        ...
+
 
 class RayInstruments:
     """The metrics of one run in this process.
@@ -53,15 +57,17 @@ class RayInstruments:
     """
 
     def __init__(self, run: str) -> None:
-        from ray.util.metrics import Gauge, Histogram
+        from ray.util.metrics import Counter, Gauge, Histogram
 
         self._run = run
-        self._gauges, self._histograms = {}, {}
+        self._gauges, self._histograms, self._counters = {}, {}, {}
         for name, metric in METRICS.items():
             keys = (RUN_TAG, metric.label) if metric.label else (RUN_TAG,)
             if metric.kind == "histogram":
                 self._histograms[name] = Histogram(name, metric.text, [*SECONDS], keys)
-            elif metric.kind != "counter":
+            elif metric.kind == "counter":
+                self._counters[name] = Counter(name, metric.text, keys)
+            else:
                 self._gauges[name] = Gauge(name, metric.text, keys)
 
     def set(self, name: str, value: str, number: float) -> None:
@@ -69,6 +75,9 @@ class RayInstruments:
 
     def observe(self, name: str, value: str, number: float) -> None:
         self._histograms[name].observe(number, self._tags(name, value))
+
+    def count(self, name: str, value: str) -> None:
+        self._counters[name].inc(1, self._tags(name, value))
 
     def _tags(self, name: str, value: str) -> dict[str, str]:
         label = METRICS[name].label
@@ -102,12 +111,12 @@ class Metrics:
         self._journal = Path(facts.run_dir) / JOURNAL_NAME
         self._accountant = accountant or Accountant(Path(facts.run_dir))
         self._live: deque[Mapping[str, Any]] = deque()
-        self._old_lines: int | None = None
         self._totals: RunTotals | None = None
         self._look: Look | None = None
         self._account: tuple[Account, float] | None = None
         self._first_attempt = 0  # of this tracker: the restarts before it were observed by others
         self._problem = ""
+        self._started_at = clock()
 
     def start(self) -> None:
         """Begins to tell, for as long as the process lives."""
@@ -142,6 +151,18 @@ class Metrics:
             stepped_s=stepped_s,
         )
 
+    def ended(self, how: str) -> None:
+        """The job is about to end; Ray passes on what was told last when it ends the process.
+
+        Args:
+            how: one of :data:`ray_ckpt.view.metric_names.ENDS`.
+        """
+        self._to.count("ckpt_ended_total", how)
+
+    def fall_silent(self) -> None:
+        """Tells no more of a run that another tracker has taken over."""
+        self._look = None
+
     # ---- beside it ------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -165,6 +186,7 @@ class Metrics:
             time_s=self._clock(),
             monotonic_s=self._monotonic(),
         )
+        values["ckpt_started_seconds", ""] = self._started_at
         for (name, value), number in {**values, **self._ledger()}.items():
             self._to.set(name, value, number)
 
@@ -212,17 +234,3 @@ class Metrics:
     def _observe_restart(self, phases: Mapping[str, float]) -> None:
         for name, seconds in phases.items():
             self._to.observe("ckpt_restart_seconds", name.removeprefix(RESTART), seconds)
-
-
-def tell_end(run: str, how: str) -> None:
-    """Counts the end of a job, in the driver: its tracker has no time to tell of it.
-
-    Args:
-        run: name of the run.
-        how: one of :data:`ray_ckpt.view.metric_names.ENDS`.
-    """
-    from ray.util.metrics import Counter
-
-    metric = METRICS["ckpt_ended_total"]
-    counter = Counter("ckpt_ended_total", metric.text, (RUN_TAG, metric.label))
-    counter.inc(1, {RUN_TAG: run, metric.label: how})

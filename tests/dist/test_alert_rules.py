@@ -25,6 +25,7 @@ pytestmark = [
 STEP_S, POINTS = 30, 240  # two hours
 HEALTHY: dict[str, str] = {
     "up": "1+0x240",
+    "started_seconds": "1000+0x240",
     "attempt_open": "1+0x240",
     "step_age_seconds": "2+0x240",
     "step_seconds": "1+0x240",
@@ -107,18 +108,19 @@ STORIES: dict[str, Story] = {
 }
 
 
-def series(changes: dict[str, str], run: str = "demo", worker: str = "a") -> list[dict[str, str]]:
+def series(told: dict[str, str], worker: str = "a") -> list[dict[str, str]]:
+    """Series of the run `demo`, as one tracker tells them."""
     found = []
-    for name, values in {**HEALTHY, **changes}.items():
+    for name, values in told.items():
         metric, _, labels = name.partition("{")
         more = f", {labels.removesuffix('}')}" if labels else ""
-        full = f'ray_ckpt_{metric}{{ray_train_run_name="{run}", WorkerId="{worker}"{more}}}'
+        full = f'ray_ckpt_{metric}{{ray_train_run_name="demo", WorkerId="{worker}"{more}}}'
         found.append({"series": full, "values": values})
     return found
 
 
-def ended(run: str, values: str, how: str = "finished") -> dict[str, str]:
-    labels = f'ray_train_run_name="{run}", WorkerId="driver-{values[:4]}", how="{how}"'
+def ended(worker: str, values: str, how: str = "finished", run: str = "demo") -> dict[str, str]:
+    labels = f'ray_train_run_name="{run}", WorkerId="{worker}", how="{how}"'
     return {"series": f"ray_ckpt_ended_total{{{labels}}}", "values": values}
 
 
@@ -165,15 +167,28 @@ def test_prometheus_takes_the_rules() -> None:
 
 
 def test_each_alert_fires_when_it_should_and_no_other_does(tmp_path: Path) -> None:
-    passed(tmp_path, *(story(series(changes), expected) for changes, expected in STORIES.values()))
+    passed(tmp_path, *(story(series(HEALTHY | changes), expected) for changes, expected in STORIES.values()))
     told = {name for _, expected in STORIES.values() for names in expected.values() for name in names}
     names = set(re.findall(r"alert: RayCkpt(\w+)", RULES.read_text()))
     assert told == names - {"RunGone"}, "an alert without a story"
 
 
 def test_a_story_that_is_wrong_would_be_told(tmp_path: Path) -> None:
-    done = tried(tmp_path, story(series({}), {30: {"NoSteps"}}))
+    done = tried(tmp_path, story(series(HEALTHY), {30: {"NoSteps"}}))
     assert done.returncode != 0
+
+
+def gone(
+    points: int, begun: int = 0, worker: str = "a", changes: dict[str, str] | None = None
+) -> list[dict[str, str]]:
+    """A tracker of a healthy run that is there for so many points from one on, and then no more."""
+    told = {}
+    all_told = HEALTHY | {"started_seconds": f"{1000 + begun}+0x240"} | (changes or {})
+    for name, values in all_told.items():
+        saw = "copy_age" in name
+        there = "0+30x9 " * (points // 10) if saw else values.replace("240", str(points - 1))
+        told[name] = f"{f'_x{begun - 1}' if begun else ''} {there} stale"
+    return series(told, worker)
 
 
 def test_a_new_tracker_of_a_run_with_a_past_alerts_nobody(tmp_path: Path) -> None:
@@ -182,38 +197,27 @@ def test_a_new_tracker_of_a_run_with_a_past_alerts_nobody(tmp_path: Path) -> Non
         'quarantined_total{why="damaged"}': "2+0x240",
         'interruptions_total{kind="node_loss"}': "9+0x240",
     }
-    until = {name: "0+0x59 " + "_x180" for name in HEALTHY}
-    until |= {"up": "1+0x61 _x179", "last_drill_ok": "1+0x61 _x179", "step_seconds": "1+0x61 _x179"}
-    until |= {name: values.replace("+0x240", "+0x61") + " _x179" for name, values in past.items()}
-    until |= {'interval_seconds{tier="durable"}': "300+0x61 _x179"}
-    since = {name: "_x58 " + values for name, values in {**HEALTHY, **past}.items()}
-    both = [*series(until, worker="a"), *series(since, worker="b")]
+    since = {name: f"_x58 {values}" for name, values in (HEALTHY | past).items()}
+    both = [*gone(60, changes=past), *series(since, worker="b")]
     passed(tmp_path, story(both, {28: set(), 30: set(), 32: set(), 45: set(), 100: set()}))
 
 
-def gone_at_half() -> list[dict[str, str]]:
-    return [
-        {"series": each["series"], "values": each["values"].replace("x240", "x60 ") + "stale"}
-        for each in series({name: HEALTHY[name] for name in HEALTHY if "copy_age" not in name})
-        if "copy_age" not in each["series"]
-    ] + [
-        {"series": each["series"], "values": "0+30x9 " * 6 + "stale"}
-        for each in series({})
-        if "copy_age" in each["series"]
-    ]
-
-
 def test_a_run_that_is_gone_is_told_unless_it_said_so(tmp_path: Path) -> None:
+    at_30m = gone(60)
     passed(
         tmp_path,
-        story(gone_at_half(), {29: set(), 34: {"RunGone"}, 80: {"RunGone"}, 100: set()}),
-        story([*gone_at_half(), ended("demo", "_x59 1+0x180")], {34: set(), 60: set()}),
-        story([*gone_at_half(), ended("demo", "_x59 1+0x180", "failed")], {34: {"RunGone"}}),
-        story([*gone_at_half(), ended("other", "_x59 1+0x180")], {34: {"RunGone"}}),
-        # The end of a job of the same run, long ago and lately.
-        story([*gone_at_half(), ended("demo", "1+0x240")], {34: {"RunGone"}}),
-        story([*gone_at_half(), ended("demo", "_x20 1+0x219")], {34: {"RunGone"}}),
-    )
+        story(at_30m, {29: set(), 34: {"RunGone"}, 80: {"RunGone"}, 100: set()}),
+        story([*at_30m, ended("a", "_x58 1+0x180")], {31: set(), 34: set(), 60: set()}),
+        story([*at_30m, ended("a", "_x58 1+0x180", how="stopped")], {34: set()}),
+        story([*at_30m, ended("a", "_x58 1+0x180", how="failed")], {34: {"RunGone"}}),
+        story([*at_30m, ended("a", "_x58 1 stale")], {34: set(), 80: set()}),  # with its cluster
+        story([*at_30m, ended("b", "_x58 1+0x180", run="other")], {34: {"RunGone"}}),
+        # The job before has finished, and this one is gone; or its tracker died, and this one has finished.
+        story([*gone(20, worker="old"), ended("old", "_x18 1+0x220"), *gone(30, begun=30)],
+              {12: set(), 25: set(), 34: {"RunGone"}}),
+        story([*gone(20, worker="old"), *gone(40, begun=20), ended("a", "_x58 1+0x180")],
+              {12: set(), 25: set(), 34: set()}),
+    )  # fmt: skip
 
 
 def test_prometheus_understands_every_query_of_the_board(tmp_path: Path) -> None:

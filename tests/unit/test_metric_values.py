@@ -35,6 +35,7 @@ class Told:
     def __init__(self) -> None:
         self.gauges: dict[Key, float] = {}
         self.observed: list[tuple[str, str, float]] = []
+        self.counted: list[tuple[str, str]] = []
 
     def set(self, name: str, value: str, number: float) -> None:
         assert METRICS[name].kind in ("gauge", "total")
@@ -46,6 +47,11 @@ class Told:
         assert METRICS[name].kind == "histogram"
         assert bool(value) == bool(METRICS[name].label)
         self.observed.append((name, value, number))
+
+    def count(self, name: str, value: str) -> None:
+        assert METRICS[name].kind == "counter"
+        assert value in METRICS[name].values
+        self.counted.append((name, value))
 
 
 class Clerk:
@@ -231,6 +237,16 @@ def test_gauges_stay_and_ages_grow_while_the_tracker_says_nothing(tmp_path: Path
     aged = {"ckpt_copy_age_seconds", "ckpt_step_age_seconds"}
     for key, value in before.items():
         assert after[key] == value + (300.0 if key[0] in aged else 0.0), key
+
+
+def test_a_tracker_that_was_replaced_tells_no_more(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "demo")
+    run.begin()
+    assert run.gauges()
+    run.metrics.fall_silent()
+    run.out.gauges.clear()
+    run.metrics.tick()
+    assert not run.out.gauges
 
 
 def test_no_age_is_negative_when_the_clock_was_set_back(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from making import tracker_of
 from test_tracker_core import OPTIONS, Run
 
 from ray_ckpt.fault_points import arm
 from ray_ckpt.tracker.buckets import BUCKETS, PHASES
+from ray_ckpt.tracker.journal import JOURNAL_NAME
 from ray_ckpt.tracker.records import RunFacts, TrackerOptions
 from ray_ckpt.view import metrics as metrics_module
 from ray_ckpt.view.account import Account
@@ -142,54 +144,59 @@ def test_what_a_run_did_is_told_under_its_labels(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-STEPS = st.lists(
-    st.sampled_from(["save", "fail", "refuse", "lose", "tracker", "drill"]), min_size=1, max_size=6
-)
+HAPPENED: dict[str, dict[str, Any]] = {
+    "commit": {"name": "step-00000003-g1", "step": 3, "tier": "durable", "bytes": 16, "stall_s": 0.1, "upload_s": 0.2,
+               "sample_offset": 72},
+    "save_failed": {"name": "step-00000003-g1", "step": 3, "error": "no space"},
+    "quarantine": {"name": "step-00000003-g1", "by": "guard", "findings": [{"kind": "nonfinite"}]},
+    "interruption": {"kind": "worker_error", "step": 5, "lost_steps": 2},
+    "drill": {"name": "step-00000003-g1", "ok": False, "drilled_at": 1.0},
+}  # fmt: skip
+COUNTED: dict[Key, str] = {
+    ("ckpt_commits_total", "durable"): "commit",
+    ("ckpt_failures_total", "save"): "save_failed",
+    ("ckpt_quarantined_total", "guard"): "quarantine",
+    ("ckpt_interruptions_total", "worker_error"): "interruption",
+    ("ckpt_drills_total", "failed"): "drill",
+}
 
 
-@settings(max_examples=20)
-@given(story=STEPS)
+@settings(max_examples=40)
+@given(story=st.lists(st.sampled_from([*HAPPENED, "tracker"]), max_size=12), torn=st.booleans())
 def test_totals_do_not_depend_on_how_many_trackers_told_them(
-    tmp_path_factory: pytest.TempPathFactory, story: list[str]
+    tmp_path_factory: pytest.TempPathFactory, story: list[str], torn: bool
 ) -> None:
-    run = Watched(tmp_path_factory.mktemp("run") / "demo")
-    run.begin()
+    core = tracker_of(tmp_path_factory.getbasetemp() / "idle")
+    folder = tmp_path_factory.mktemp("run")
+    lines: list[str] = []
+
+    def begin() -> tuple[Metrics, Told]:
+        out, facts = Told(), dataclasses.replace(core._facts, run_dir=str(folder))
+        made = Metrics(facts, OPTIONS, instruments=out, accountant=Clerk())  # type: ignore[arg-type]
+        happens(made, "tracker_started", events_read=len(lines))
+        made.look(core.status(), core.memory)
+        return made, out
+
+    def happens(metrics: Metrics, kind: str, **fields: Any) -> None:
+        line = {"event": kind, "time": 1.7e9, "generation": 1, **fields}
+        lines.append(json.dumps(line))
+        end = '\n{"event": "commit", "na' if torn else ""
+        (folder / JOURNAL_NAME).write_text("\n".join(lines) + end)
+        metrics.count(line)
+
+    metrics, out = begin()
     for what in story:
-        run.train(3)
-        if what == "save":
-            run.save()
-        elif what == "fail":
-            run.core.commit(run.generation, {**run.written(run.step), "error": "no space"})
-        elif what == "refuse":
-            run.core.commit(run.generation, {**run.written(run.step), "guard": NOT_FINITE})
-        elif what == "lose":
-            run.core.interruption("worker_error", "it died")
-            run.begin()
-        elif what == "drill":
-            run.core._record("drill", name="step-00000003-g1", ok=False, drilled_at=1.0, step=3)
+        if what == "tracker":
+            metrics, out = begin()
         else:
-            run.again()
-    found = run.gauges()
-    counted = {
-        ("ckpt_commits_total", "durable"): "save",
-        ("ckpt_failures_total", "save"): "fail",
-        ("ckpt_quarantined_total", "guard"): "refuse",
-        ("ckpt_interruptions_total", "worker_error"): "lose",
-        ("ckpt_drills_total", "failed"): "drill",
+            happens(metrics, what, **HAPPENED[what])
+    metrics.tick()
+    assert {key: out.gauges[key] for key in COUNTED} == {
+        key: float(story.count(what)) for key, what in COUNTED.items()
     }
-    for key, what in counted.items():
-        assert found[key] == story.count(what), key
-    assert found["ckpt_lost_steps_total", ""] == run.core.memory.lost_steps
-    run.again()
-    totals = {key for key in found if METRICS[key[0]].kind == "total"}
-    again = run.gauges()
-    assert {key: again[key] for key in totals} == {key: found[key] for key in totals}
-    assert not run.out.observed, "histograms count what this tracker saw"
-
-
-NOT_FINITE = {"nonfinite": ["model.weight"], "tensors": [], "findings": [
-    {"kind": "nonfinite", "text": "model.weight: 3 values are not finite", "path": "model.weight"}
-]}  # fmt: skip
+    assert out.gauges["ckpt_lost_steps_total", ""] == 2 * story.count("interruption")
+    seen = story[max((at for at, what in enumerate(story) if what == "tracker"), default=0) :]
+    assert len(out.observed) == 2 * seen.count("commit"), "histograms count what this tracker saw"
 
 
 def test_a_line_that_the_disk_refuses_is_told_all_the_same(tmp_path: Path) -> None:

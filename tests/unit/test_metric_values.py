@@ -177,8 +177,8 @@ def test_totals_do_not_depend_on_how_many_trackers_told_them(
         made.look(core.status(), core.memory)
         return made, out
 
-    def happens(metrics: Metrics, kind: str, **fields: Any) -> None:
-        line = {"event": kind, "time": 1.7e9, "generation": 1, **fields}
+    def happens(metrics: Metrics, event: str, **fields: Any) -> None:
+        line = {"event": event, "time": 1.7e9, "generation": 1, **fields}
         lines.append(json.dumps(line))
         end = '\n{"event": "commit", "na' if torn else ""
         (folder / JOURNAL_NAME).write_text("\n".join(lines) + end)

@@ -39,7 +39,7 @@ pytestmark = [
 
 # Ray forgets a gauge after two reports: a gauge that is not set again and again does not get far.
 REPORT_MS = 5000
-WATCH_S = 25
+WATCH_S = 20
 # There only when it happened.
 SOMETIMES = {
     "ckpt_last_drill_ok",

@@ -98,7 +98,7 @@ def test_a_commit_that_is_asked_for_again_by_the_next_tracker_is_the_same_commit
     def die(event: str, **fields: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(world.tracker, "_record", die)
+    monkeypatch.setattr(world.tracker._saves, "_record", die)
     with pytest.raises(Killed):
         world.save(10)
     world.tracker = world.new_tracker()

@@ -143,7 +143,7 @@ class TrackerActor(TrackerCore):
             stop.wait(ADVANCE_S)
             with self._turn:
                 self.advance()
-                if self._replaced:
+                if self._fence.replaced:
                     self._metrics.fall_silent()
                 elif tick % LOOK_TICKS == 0:
                     self._metrics.look(self.status(), self.memory)

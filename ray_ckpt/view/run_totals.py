@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.checkpoint.quarantine import GUARD
-from ray_ckpt.tracker.memory import DURABLE
+from ray_ckpt.tracker.checkpoint_memory import DURABLE
 from ray_ckpt.view.metric_names import COPIES, METRICS, Key
 
 Event = Mapping[str, Any]

@@ -100,7 +100,7 @@ class Watched(Run):
             clock=lambda: self.clock.now,
             monotonic=lambda: self.now_s,
         )
-        self.core._on_event = self.metrics.count
+        self.core._record._on_event = self.metrics.count
         self.core.announce()
         self.metrics.look(self.core.status(), self.core.memory)
 

@@ -27,7 +27,7 @@ from ray_ckpt.tracker.recall import read_ledger
 
 logger = logging.getLogger(__name__)
 
-FIRST_S, LEAST_S = 5.0, 30.0  # until the first one, and between two
+FIRST_S, LEAST_S = 5.0, 60.0  # until the first one, and between two
 SHARE = 50.0  # times as long as one took
 TIMEOUT_S = 1800.0
 MOST_BYTES = 2 << 30  # of records; more would not fit into the memory of a small head node
@@ -157,7 +157,7 @@ class Accountant:
         try:
             if code:
                 raise ValueError(text[-500:].strip() or f"it ended with {code}")
-            document = json.loads(text)
+            document = json.loads(text.rpartition("\n")[2])  # Python may have had warnings before
             return None if document is None else Account.from_json(document)
         except (ValueError, KeyError, TypeError) as error:
             self._tell(str(error))
@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
         print(error)
         return 1
     account = None if ledger is None else account_of(ledger, int(argv[1]))
-    print(json.dumps(account and account.to_json()))
+    print(json.dumps(account and account.to_json()), end="")
     return 0
 
 

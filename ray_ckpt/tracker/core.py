@@ -705,6 +705,7 @@ class TrackerCore:
             "generation": memory.generation,
             "segment": self._segments.newest.number,
             "world_size": memory.world_size,
+            "nodes": list(memory.nodes),
             "step": self._last_step,
             "last": self._last_record,
             "step_time_s": self._pace.step_time_s,

@@ -2,7 +2,7 @@
 
     python cluster/leave.py --within-s 90                        # on the node that goes: `preStop` of a pod
     python cluster/leave.py --on-spot-notice --within-s 90       # waits for the notice of AWS, then the same
-    python cluster/leave.py --node-id HEX --address HOST:6379    # somewhere else, for another node
+    python cluster/leave.py --node node1                         # somewhere else, for another node
 
 A pod that is deleted, a machine that is drained and a spot machine with a notice have a while left. Without this, the
 steps since the last save are lost, although there was time for one. So:
@@ -34,6 +34,8 @@ if __package__ in (None, ""):  # run as a script: make the package around this f
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from cluster._spot import wait_for_notice
+from ray_ckpt.errors import ConfigError, RayCkptError
+from ray_ckpt.options import run_main
 
 REASON = "DRAIN_NODE_REASON_PREEMPTION"
 _POLL_S = 0.2
@@ -149,7 +151,6 @@ def trackers_here() -> dict[str, Tracker]:
     """The trackers of all runs of the Ray that this process has joined."""
     import ray.util
 
-    from ray_ckpt.errors import RayCkptError
     from ray_ckpt.tracker.client import NAMESPACE, RayTracker, actor_name
 
     prefix = actor_name("")
@@ -164,20 +165,31 @@ def trackers_here() -> dict[str, Tracker]:
     return found
 
 
-def is_head(nodes: Sequence[Mapping[str, Any]], node_id: str) -> bool:
-    """Whether a node of `ray.nodes()` is the head."""
-    return any(
-        node["NodeID"] == node_id and "node:__internal_head__" in node["Resources"]
-        for node in nodes
-    )
+def find_node(nodes: Sequence[Mapping[str, Any]], wanted: str) -> Mapping[str, Any]:
+    """A living node of `ray.nodes()`, by its id or its name.
+
+    Raises:
+        ConfigError: there is none, or more than one of that name.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    found = [node for node in alive if wanted in (node["NodeID"], node["NodeName"])]
+    if len(found) != 1:
+        known = ", ".join(f"{node['NodeName']} ({node['NodeID']})" for node in alive)
+        raise ConfigError(
+            f"--node {wanted}: {len(found)} living nodes have this name or id; there are: {known}"
+        )
+    return found[0]
+
+
+def is_head(node: Mapping[str, Any]) -> bool:
+    """Whether a node is the head."""
+    return "node:__internal_head__" in node["Resources"]
 
 
 def leave(options: argparse.Namespace) -> int:
     """Saves, then drains; the exit code is 0 when all that was there to do is done."""
     import ray
     from ray.exceptions import RayError
-
-    from ray_ckpt.errors import RayCkptError
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -186,8 +198,8 @@ def leave(options: argparse.Namespace) -> int:
         say(wait_for_notice(say))
     ray.init(address=options.address, log_to_driver=False, logging_level="error")
     context = ray.get_runtime_context()
-    node_id = options.node_id or context.get_node_id()
-    head = is_head(ray.nodes(), node_id)
+    node = find_node(ray.nodes(), options.node or context.get_node_id())
+    node_id, head = str(node["NodeID"]), is_head(node)
     errors = (RayCkptError, RayError)
     unsaved = save_all(trackers_here(), None if head else node_id, options.within_s, say, errors)
     problem = ""
@@ -203,7 +215,7 @@ def leave(options: argparse.Namespace) -> int:
     return 1 if problem or unsaved else 0
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -226,17 +238,17 @@ def main() -> None:
         action="store_true",
         help="wait until AWS announces the end of this machine; end Ray here when all is done",
     )
-    parser.add_argument("--node-id", default="", metavar="HEX", help="another node than this one")
+    parser.add_argument("--node", default="", metavar="NAME|ID", help="another node than this one")
     parser.add_argument(
         "--address", default="auto", help="of the Ray cluster (default: that of this machine)"
     )
     options = parser.parse_args()
-    if options.on_spot_notice and options.node_id:
-        parser.error("--on-spot-notice is about this machine, and --node-id about another")
+    if options.on_spot_notice and options.node:
+        parser.error("--on-spot-notice is about this machine, and --node about another")
     if options.within_s <= 0 or options.drain_s <= 0:
         parser.error("--within-s and --drain-s take seconds, above 0")
-    sys.exit(leave(options))
+    return leave(options)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

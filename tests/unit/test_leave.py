@@ -13,8 +13,8 @@ import pytest
 from test_tracker_core import Run
 
 from cluster import _spot
-from cluster.leave import is_head, save_all
-from ray_ckpt.errors import RayCkptError, StorageError
+from cluster.leave import find_node, is_head, save_all
+from ray_ckpt.errors import ConfigError, RayCkptError, StorageError
 
 
 class Direct:
@@ -132,14 +132,25 @@ def test_a_run_that_ends_does_not_keep_the_node_from_saving_another(
     assert sum("tracker is gone" in line for line in node.words) == 2
 
 
-def test_the_head_is_known_by_what_ray_says_of_it() -> None:
-    nodes = [
-        {"NodeID": "aa", "Resources": {"CPU": 1.0, "node:__internal_head__": 1.0}},
-        {"NodeID": "bb", "Resources": {"CPU": 1.0}},
-    ]
-    assert is_head(nodes, "aa")
-    assert not is_head(nodes, "bb")
-    assert not is_head(nodes, "cc")
+NODES = [
+    {
+        "NodeID": "aa",
+        "NodeName": "node0",
+        "Alive": True,
+        "Resources": {"node:__internal_head__": 1.0},
+    },
+    {"NodeID": "bb", "NodeName": "node1", "Alive": True, "Resources": {"CPU": 1.0}},
+    {"NodeID": "cc", "NodeName": "node1", "Alive": False, "Resources": {}},
+    {"NodeID": "dd", "NodeName": "node2", "Alive": False, "Resources": {}},
+]
+
+
+def test_a_node_is_found_by_name_or_id_if_it_lives() -> None:
+    assert find_node(NODES, "bb") == find_node(NODES, "node1") == NODES[1]
+    assert [is_head(find_node(NODES, name)) for name in ("node0", "node1")] == [True, False]
+    for gone in ("node2", "dd", "cc", "node3"):
+        with pytest.raises(ConfigError, match=f"--node {gone}: 0 living nodes .* node0 \\(aa\\)"):
+            find_node(NODES, gone)
 
 
 # ---- the notice of AWS ---------------------------------------------------------------------------

@@ -92,6 +92,12 @@ def test_ray_start_has_the_options_that_nodes_are_started_with() -> None:
     job = read("kuberay/rayjob.yaml")["spec"]["rayClusterSpec"]
     for group in (job["headGroupSpec"], *job["workerGroupSpecs"]):
         assert {f"--{name}" for name in group["rayStartParams"]} <= known
+    from ray._private.label_utils import parse_node_labels_string
+
+    spot = read("launcher.yaml")["available_node_types"]["spot"]
+    for labels in (*(group["labels"] for group in job["workerGroupSpecs"]), spot["labels"]):
+        text = ",".join(f"{key}={value}" for key, value in labels.items())  # as KubeRay passes them
+        assert parse_node_labels_string(text) == labels
     flags = {word.partition("=")[0] for word in launcher_words() if word.startswith("--")}
     ours = {"--on-spot-notice", "--within-s"}
     assert ours <= flags

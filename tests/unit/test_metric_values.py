@@ -20,7 +20,7 @@ from ray_ckpt.tracker.journal import JOURNAL_NAME
 from ray_ckpt.tracker.records import RunFacts, TrackerOptions
 from ray_ckpt.view import metrics as metrics_module
 from ray_ckpt.view.account import Account
-from ray_ckpt.view.metric_names import METRICS, Key
+from ray_ckpt.view.metric_names import ENDS, METRICS, Key
 from ray_ckpt.view.metric_values import _intervals
 from ray_ckpt.view.metrics import Metrics
 from ray_ckpt.view.run_totals import NewestCopies, RunTotals
@@ -254,6 +254,14 @@ def test_a_tracker_that_was_replaced_tells_no_more(tmp_path: Path) -> None:
     run.out.gauges.clear()
     run.metrics.tick()
     assert not run.out.gauges
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_how_a_job_ends_is_counted(tmp_path: Path, how: str) -> None:
+    run = Watched(tmp_path / "demo")
+    run.metrics.ended(how)
+    assert run.out.counted == [("ckpt_ended_total", how)]
+    assert run.gauges()["ckpt_started_seconds", ""] <= run.clock.now
 
 
 def test_no_age_is_negative_when_the_clock_was_set_back(tmp_path: Path) -> None:

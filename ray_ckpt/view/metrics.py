@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,8 +29,9 @@ from ray_ckpt.view.run_totals import RunTotals
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-# An old journal is read beside the tracker's work: so many lines at a time, and a pause for it after them.
-SLICE_LINES, PAUSE_S = 50, 0.004
+# An old journal is read beside the tracker's work: so many lines at a time, and a pause for it after them. And beside
+# what is told without it: for so long in each tick.
+SLICE_LINES, PAUSE_S, RECALL_S = 200, 0.004, 0.5
 
 
 class Instruments(Protocol):
@@ -112,6 +113,7 @@ class Metrics:
         self._accountant = accountant or Accountant(Path(facts.run_dir))
         self._live: deque[Mapping[str, Any]] = deque()
         self._totals: RunTotals | None = None
+        self._old: tuple[RunTotals, Iterator[tuple[int, dict[str, Any]]]] | None = None
         self._look: Look | None = None
         self._account: tuple[Account, float] | None = None
         self._first_attempt = 0  # of this tracker: the restarts before it were observed by others
@@ -190,31 +192,43 @@ class Metrics:
         for (name, value), number in {**values, **self._ledger()}.items():
             self._to.set(name, value, number)
 
+    @property
+    def caught_up(self) -> bool:
+        """Whether all of the old journal is read; totals are told from then on."""
+        return self._totals is not None
+
     def _up_to_date(self) -> RunTotals | None:
-        """The totals with all that was told; None while the old journal cannot be read."""
+        """The totals with all that was told; None while the old journal is not read yet, or cannot be."""
         if self._totals is None:
-            old = next((e for e in [*self._live] if e["event"] == "tracker_started"), None)
-            if old is None:
-                return None
             try:
-                self._totals = self._recalled(int(old["events_read"]))
+                self._totals = self._recalled()
             except StorageError as error:
+                self._old = None
                 if str(error) != self._problem:
                     logger.warning("totals of the run are not told: %s", error)
                     self._problem = str(error)
+            if self._totals is None:
                 return None
         while self._live:
             self._totals.apply(self._live.popleft())
         return self._totals
 
-    def _recalled(self, num_lines: int) -> RunTotals:
-        """The totals of what was on record when this tracker began."""
-        totals = RunTotals()
-        lines = itertools.islice(read_lines(self._journal), num_lines)
-        for number, event in enumerate(lines, 1):
+    def _recalled(self) -> RunTotals | None:
+        """The totals of what was on record when this tracker began; None while there is more to read."""
+        if self._old is None:
+            began = next((e for e in [*self._live] if e["event"] == "tracker_started"), None)
+            if began is None:
+                return None
+            lines = itertools.islice(read_lines(self._journal), int(began["events_read"]))
+            self._old = RunTotals(), enumerate(lines, 1)
+        totals, numbered = self._old
+        deadline = self._monotonic() + RECALL_S
+        for number, event in numbered:
             totals.apply(event)
             if not number % SLICE_LINES:
                 time.sleep(PAUSE_S)
+                if self._monotonic() > deadline:
+                    return None
         return totals
 
     def _ledger(self) -> dict[Key, float]:

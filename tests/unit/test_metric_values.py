@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -226,6 +227,30 @@ def test_totals_wait_for_a_journal_that_cannot_be_read_and_the_rest_does_not(
     assert not [key for key in found if METRICS[key[0]].kind == "total"], "0 would be a lie"
     monkeypatch.undo()
     assert run.gauges()["ckpt_commits_total", "durable"] == 1
+
+
+def test_a_long_journal_is_read_beside_what_is_told_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Watched(tmp_path / "demo")
+    run.begin()
+    for _ in range(4):
+        run.train(3)
+        run.save()
+    run.again()
+    run.train(3)
+    run.save()
+    monkeypatch.setattr(metrics_module, "SLICE_LINES", 2)
+    now_s = itertools.count()
+    monkeypatch.setattr(run.metrics, "_monotonic", lambda: float(next(now_s)))
+    assert not run.metrics.caught_up
+    ticks = 0
+    while ("ckpt_commits_total", "durable") not in (found := run.gauges()):
+        ticks += 1
+        assert found["ckpt_up", ""] == 1.0
+        assert not [key for key in found if METRICS[key[0]].kind == "total"]
+    assert ticks >= 4
+    assert found["ckpt_commits_total", "durable"] == 5
 
 
 def test_gauges_stay_and_ages_grow_while_the_tracker_says_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ray_ckpt.policy.draws import Failures, exponential, trace, weibull
 from ray_ckpt.policy.interval import waste
 from ray_ckpt.policy.limits import IntervalLimits
 from ray_ckpt.policy.replay import Totals, replay
-from ray_ckpt.policy.setting import Setting, one_tier, shared_out
+from ray_ckpt.policy.setting import Setting, one_tier
 from ray_ckpt.policy.simulate import simulate
 from ray_ckpt.policy.tiers import TierCost
 
@@ -84,10 +84,3 @@ def test_draws_have_the_mean_they_should() -> None:
         trace(np.array([50.0, 150.0]), rng),
     ):
         assert draw(200_000).mean() == pytest.approx(100.0, rel=0.02)
-
-
-@given(st.integers(0, 3000))
-def test_failures_are_shared_out_whole(failures: int) -> None:
-    counts = shared_out(failures)
-    assert sum(counts.values()) == failures
-    assert min(counts.values()) >= 0

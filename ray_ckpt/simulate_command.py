@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_ckpt.checkpoint.storing import without_nonfinite
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.policy.words import percent, seconds
 from ray_ckpt.view.tables import Column, render_table
@@ -96,7 +97,8 @@ def command_simulate(args: argparse.Namespace) -> int:
         except OSError as error:
             raise StorageError(f"{args.html} cannot be written ({error.strerror})") from error
     if args.json:
-        print(json.dumps({**about, "policies": rows}, indent=2))
+        # A policy that gets nowhere wastes more than any number.
+        print(json.dumps(without_nonfinite({**about, "policies": rows}), indent=2, allow_nan=False))
         return 0
     print(simulation_text(rows, about))
     if args.html:

@@ -21,6 +21,8 @@ Played = Sequence[tuple[Scene, dict[str, Totals]]]
 _LOOKS = 72
 # A curve needs fewer runs than a table: what it shows is a shape.
 _CURVE_RUNS, _CURVE_POINTS = 100, 25
+# What wastes more hardly gets anywhere.
+_MOST_WASTE = 20.0
 
 
 def times_of(contest: Contest) -> list[float]:
@@ -73,6 +75,7 @@ def _interval_section(contest: Contest, played: Played, own: list[dict[str, Any]
     ]
     most = 1.3 * max(row["waste"]["total"] for row in own)
     most = max(most, *(1.2 * min(y for _, y in line.points) for line in lines))
+    most = min(max(most, 1e-4), _MOST_WASTE)
     inside = [
         Line(name=line.name, points=[p for p in line.points if p[1] <= most] or line.points[:1])
         for line in lines
@@ -111,7 +114,8 @@ def _waste_section(contest: Contest, scene: Scene, found: dict[str, Totals]) -> 
         lines.append(Line(name=name, points=edges[0], low=edges[1], high=edges[2]))
     x = Axis(title="days", low=0.0, high=float(at_s[-1] / DAY_S), words=lambda v: f"{v:g}")
     values = [value for line in lines for _, value in (*line.low, *line.high, *line.points)]
-    least, most = max(1e-4, min(values)), min(1e3, max(values))
+    least = min(max(1e-4, min(values)), _MOST_WASTE / 2)
+    most = min(max(least, max(values)), _MOST_WASTE)
     y = Axis(title="waste so far", low=0.9 * least, high=1.1 * most, words=percent, log=True)
     return _section(
         f"Waste so far: {scene.name}",

@@ -113,6 +113,38 @@ def test_the_arrays_agree_with_the_witness_failure_by_failure(
         assert found.wall_s[run] == pytest.approx(wall_s)
 
 
+class Told(Failures):
+    """Failures as they are told: gaps and kinds of one run."""
+
+    def __init__(self, gaps_s: Sequence[float], kinds: Sequence[int]) -> None:
+        self._gaps_s, self._kinds = np.array(gaps_s)[:, None], np.array(kinds)[:, None]
+
+
+def test_a_copy_that_lands_while_a_larger_job_is_started_is_usable() -> None:
+    fleet = Fleet(nodes=2, repair_s=500.0, elastic=True)
+    where = Setting(
+        tiers=(
+            TierCost(name="memory", stall_s=10.0, upload_s=20.0, restart_s=60.0),
+            TierCost(name="durable", stall_s=0.0, upload_s=400.0, restart_s=60.0),
+        ),
+        mtbf_s=1e4,
+        job_share=1.0,
+        shares={"node_loss": 0.5, "lost": 0.5},
+        needs={"node_loss": 0},
+        restarts=(((1, 150.0), (2, 300.0)),) * 2,
+        fleet=fleet,
+    )
+    # A node is lost at 1000 s, half a job goes on at 1150 s and saves from 1350 to 1360 s. Its copy is durable at
+    # 1760 s. The node is back at 1500 s; while the whole job is started, all is lost, at 1800 s.
+    failures = Told([1000.0, 800.0, 1e9], [0, 1, 1])
+    plans = {1: (100.0, [1, 1]), 2: (100.0, [1, 1])}
+    found = replay(ByWorkers(plans), where, failures, runs=1, wall_s=1820.0)
+    # The save before the first failure was not usable yet: 110 s of steps. After that of 1350 s there were 140 s.
+    assert found.rework_s[0] == pytest.approx(110 + 140)
+    assert found.useful_s[0] == pytest.approx(800 + 100)
+    assert found.fewer_s[0] == pytest.approx(100)
+
+
 def test_progress_is_looked_at_when_it_should_be() -> None:
     where = Setting(tiers=one_tier(stall_s=10.0), mtbf_s=1e12)
     found = replay(

@@ -111,5 +111,5 @@ class Batch:
         cuda = self._device.type == "cuda"
         state = torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
         digest = xxhash.xxh3_64(int(micro.source.index).to_bytes(8, "little"))
-        digest.update(state.numpy())
+        digest.update(state.numpy().data)
         return digest.intdigest()

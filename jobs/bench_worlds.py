@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import queue
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -19,7 +21,11 @@ from ray_ckpt.prove.processes import free_port
 def run_world(
     target: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600.0
 ) -> Any:
-    """Calls ``target(rank, *args)`` in every process of a gloo world; returns what rank 0 returned."""
+    """Calls ``target(rank, *args)`` in every process of a gloo world; returns what rank 0 returned.
+
+    Raises:
+        RuntimeError: a process failed, or none was done in time.
+    """
     context = multiprocessing.get_context("spawn")
     results: Queue[Any] = context.Queue()
     port = free_port()
@@ -29,8 +35,17 @@ def run_world(
     ]
     for process in workers:
         process.start()
+    deadline = time.monotonic() + timeout_s
     try:
-        found = results.get(timeout=timeout_s)
+        while True:
+            try:
+                found = results.get(timeout=0.5)
+                break
+            except queue.Empty as error:
+                failed = any(process.exitcode for process in workers)  # its peers wait for it
+                if failed or time.monotonic() > deadline:
+                    what = "a worker failed, see above" if failed else f"not done in {timeout_s} s"
+                    raise RuntimeError(f"the world of {world_size} workers: {what}") from error
         for process in workers:
             process.join()
     finally:

@@ -70,7 +70,7 @@ class Batch:
         """Sum of the micro-batches' mean losses in units of 2^-32, and how many were not finite."""
         if not self._losses:
             return 0, 0
-        # All of them at once: a few operations for each pass would cost more than all else that a step is asked.
+        # All of them at once: a few small operations for each pass would cost more than all else at a step's end.
         scaled = [value * 2.0**LOSS_BITS for value in torch.stack(self._losses).double().tolist()]
         finite = [round(value) for value in scaled if math.isfinite(value)]
         return sum(finite), len(scaled) - len(finite)
@@ -103,7 +103,8 @@ class Batch:
         (loss * (0.0 if micro.company else self._reducer.scale)).backward()
         if micro.company:
             return
-        self._losses.append(loss.detach())
+        # A copy: a compiled model may put the next pass's loss into the same memory.
+        self._losses.append(loss.detach().clone())
         self.num_tokens += micro.tokens.shape[0] * (micro.tokens.shape[1] - 1)
 
     def _look_at_rng(self, micro: MicroStep) -> int:

@@ -82,5 +82,28 @@ def test_a_round_that_is_made_again_and_a_pass_for_company_add_nothing() -> None
     assert run(batch_of(2, company=2), [1.0, 2.0]) == once
 
 
+def test_a_loss_that_is_overwritten_by_the_next_pass_was_seen() -> None:
+    batch, same = batch_of(3), torch.zeros(())
+    for micro in batch:
+        same.requires_grad_(False).fill_(micro.source.index + 1).requires_grad_()
+        batch.backward(micro, same)
+    assert batch.loss == (6 << LOSS_BITS, 0)
+
+
+def test_the_generator_is_looked_at_after_each_pass_whoever_makes_it() -> None:
+    def digest(numbers: range) -> int:
+        batch = batch_of(4)
+        batch._passes = [batch._passes[number] for number in numbers]
+        for micro in batch:
+            torch.manual_seed(micro.source.index)
+            torch.rand(micro.source.index + 1)
+            batch.backward(micro, torch.ones((), requires_grad=True))
+        return batch.rng_digest
+
+    assert digest(range(4)) == digest(range(2)) + digest(range(2, 4))
+    assert digest(range(1)) != digest(range(1, 2))
+    assert batch_of(2).rng_digest == 0
+
+
 def test_a_rank_that_only_keeps_company_has_no_loss() -> None:
     assert run(batch_of(0, company=1), [1.0]) == (0, 0)

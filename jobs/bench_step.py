@@ -10,7 +10,8 @@ figures are medians of the blocks and of their pairs. Collectives are counted at
 those of DDP's gradients aside: there must be no more of them than in the bare loop.
 
 The step is kept short, tens of milliseconds: what the accounting costs does not grow with the model. Beside it the same
-is measured with a model of next to nothing, whose steps vary so little that the cost shows on a busy machine too.
+is measured with a model of next to nothing. On a busy machine look at the calm steps, the quickest twentieth: they
+leave out the bundles for the tracker, a few microseconds a step.
 
 Exit code 0 only if all targets hold.
 """
@@ -58,6 +59,8 @@ SHAPES = {
     "tiny": {"dim": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1},
 }
 RATIO_LIMIT, ADDED_MS_LIMIT = 1.01, 0.2
+# So many of the steps are quicker than the one that is called calm: nothing else had the machine meanwhile.
+CALM = 0.05
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -288,13 +291,16 @@ def worker(rank: int, shape: str, folder: str, rounds: int, block: int) -> dict[
         raise RuntimeError(f"the two loops do not train the same: {losses}")
     times: dict[str, list[float]] = {name: [] for name in loops}
     cpu: dict[str, list[float]] = {name: [] for name in loops}
+    steps: dict[str, list[float]] = {name: [] for name in loops}
     for number in range(rounds):
         for name in list(loops)[:: 1 if number % 2 else -1]:
             step = loops[name].step
             dist.barrier()
             started, spent = time.perf_counter(), time.process_time()
             for _ in range(block):
+                began = time.perf_counter()
                 step()
+                steps[name].append(time.perf_counter() - began)
             times[name].append((time.perf_counter() - started) / block)
             cpu[name].append((time.process_time() - spent) / block)
     calls = {}
@@ -303,7 +309,8 @@ def worker(rank: int, shape: str, folder: str, rounds: int, block: int) -> dict[
             for _ in range(10):
                 loop.step()
         calls[name] = {kind: count / 10 for kind, count in found.items()}
-    return {"times": times, "cpu": cpu, "calls": calls}
+    calm = {name: float(np.quantile(found, CALM)) for name, found in steps.items()}
+    return {"times": times, "cpu": cpu, "calm": calm, "calls": calls}
 
 
 def config_of(folder: Path) -> Config:
@@ -342,7 +349,7 @@ def measured(shape: str, rounds: int, block: int) -> list[dict[str, Any]]:
             "model": shape,
             "loop": name,
             "step_s": statistics.median(times),
-            "fastest_s": min(times),
+            "calm_s": found["calm"][name],
             "cpu_s": statistics.median(found["cpu"][name]),
             "collectives_per_step": sum(found["calls"][name].values()),
             "collectives": found["calls"][name],
@@ -365,13 +372,13 @@ def main() -> int:
     rounds = 60 if config.quick else config.rounds
     rows = [row for shape in SHAPES for row in measured(shape, rounds, config.block)]
     print(
-        f"{'model':<10}{'loop':<10}{'step':>11}{'fastest':>11}{'own time':>12}{'added':>11}{'collectives':>13}"
+        f"{'model':<10}{'loop':<10}{'step':>11}{'calm':>11}{'own time':>12}{'added':>11}{'collectives':>13}"
     )
     for row in rows:
         added = f"{row['added_ms']:.3f} ms" if "added_ms" in row else ""
         print(
             f"{row['model']:<10}{row['loop']:<10}{1000 * row['step_s']:>8.2f} ms"
-            f"{1000 * row['fastest_s']:>8.2f} ms{1000 * row['cpu_s']:>9.2f} ms"
+            f"{1000 * row['calm_s']:>8.2f} ms{1000 * row['cpu_s']:>9.2f} ms"
             f"{added:>11}{row['collectives_per_step']:>13.1f}"
         )
     bare, ours = rows[:2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class Batch:
         device: torch.device,
     ) -> None:
         self._passes, self._reducer, self._before = passes, reducer, before
-        self._loss = torch.zeros(2, dtype=torch.int64, device=device)  # sum, number of non-finite
+        self._losses: list[torch.Tensor] = []  # of the passes, still on the device
         self._device = device
         self.num_tokens = 0
         self.rng_digest = 0
@@ -89,12 +90,16 @@ class Batch:
     @property
     def loss(self) -> tuple[int, int]:
         """Sum of the micro-batches' mean losses in units of 2^-32, and how many were not finite."""
-        total, bad = self._loss.tolist()
-        return total, bad
+        if not self._losses:
+            return 0, 0
+        # All of them at once: a few small operations for each pass would cost more than all else at a step's end.
+        scaled = [value * 2.0**LOSS_BITS for value in torch.stack(self._losses).double().tolist()]
+        finite = [round(value) for value in scaled if math.isfinite(value)]
+        return sum(finite), len(scaled) - len(finite)
 
     def __iter__(self) -> Iterator[MicroStep]:
         for _ in range(MAX_REPEATS + 1):
-            self._loss.zero_()
+            self._losses.clear()
             self.num_tokens = self.rng_digest = 0
             for micro in self._passes:
                 self._before(micro)
@@ -120,15 +125,14 @@ class Batch:
         (loss * (0.0 if micro.company else self._reducer.scale)).backward()
         if micro.company:
             return
-        value = loss.detach().double() * 2.0**LOSS_BITS
-        finite = torch.isfinite(value)
-        self._loss[0] += torch.where(finite, value, 0.0).round().to(torch.int64)
-        self._loss[1] += (~finite).to(torch.int64)
+        # A copy: a compiled model may put the next pass's loss into the same memory.
+        self._losses.append(loss.detach().clone())
         self.num_tokens += micro.tokens.shape[0] * (micro.tokens.shape[1] - 1)
 
     def _look_at_rng(self, micro: MicroStep) -> int:
         """Digest of the torch generator after a pass; a sum over micro-batches, as the samples' digest."""
         cuda = self._device.type == "cuda"
         state = torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
-        head = int(micro.source.index).to_bytes(8, "little")
-        return xxhash.xxh3_64(head + state.numpy().tobytes()).intdigest()
+        digest = xxhash.xxh3_64(int(micro.source.index).to_bytes(8, "little"))
+        digest.update(state.numpy().data)
+        return digest.intdigest()

@@ -18,10 +18,11 @@ from ray_ckpt import ray_dashboard
 from ray_ckpt.checkpoint.signature import take
 from ray_ckpt.clocks import Instant, submitted
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
-from ray_ckpt.data.catalog import Index, MixedIndex, load_data, parse_sources
+from ray_ckpt.data.catalog import Index, MixedIndex, parse_sources
 from ray_ckpt.data.mixture import MixedOrder, Order
+from ray_ckpt.data.own import OwnIndex
 from ray_ckpt.errors import ConfigError, RayCkptError
-from ray_ckpt.facts import check_run, order_of, tracker_options
+from ray_ckpt.facts import check_run, index_of, order_of, tracker_options
 from ray_ckpt.local_ray import cluster
 from ray_ckpt.tiers.durable import durable_entries, remote_of
 from ray_ckpt.tiers.remote_records import pull_records
@@ -41,7 +42,8 @@ def resolve(config: C) -> C:
         ConfigError: a folder that a job cannot use.
     """
     storage = absolute_folder(config.storage, "--storage")
-    sources = config.sources or parse_sources([default_data(config)])
+    # The training function's own dataset is in no folder.
+    sources = config.sources or (() if config.samples else parse_sources([default_data(config)]))
     data = (str(replace(s, path=absolute_folder(s.path, "--data"))) for s in sources)
     init_from = config.init_from and absolute_folder(config.init_from, "--init-from")
     return replace(config, storage=storage, data=tuple(data), init_from=init_from)
@@ -206,7 +208,7 @@ def _is_empty(folder: str) -> bool:
 
 
 def _opening(config: Config, context: Any) -> str:
-    index = load_data(config.sources)
+    index = index_of(config)
     url = getattr(context, "dashboard_url", None)
     lines = [
         f"run {config.run!r}: {config.steps} steps of {config.global_batch} samples, workers {config.workers}, "
@@ -223,8 +225,12 @@ def _opening(config: Config, context: Any) -> str:
     return "\n".join(lines)
 
 
-def _describe(config: Config, index: Index, order: Order) -> list[str]:
+def _describe(config: Config, index: Index | OwnIndex, order: Order) -> list[str]:
     """The lines about the data: one, or one for each source of a mixture."""
+    if isinstance(index, OwnIndex):
+        return [
+            f"data of the training function: {index.num_rows} samples, {config.global_batch} a step"
+        ]
     if not isinstance(index, MixedIndex) or not isinstance(order, MixedOrder):
         assert not isinstance(order, MixedOrder)
         return [

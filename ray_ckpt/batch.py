@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,28 @@ class MicroStep:
     def has_tokens(self) -> bool:
         """Whether the samples are rows of token ids."""
         return self.source.tokens.size > 0
+
+
+def passes_of(
+    micro_batches: Sequence[MicroBatch], count: int, device: torch.device
+) -> list[MicroStep]:
+    """The passes that train on some micro-batches, and after them those that keep other ranks company.
+
+    Args:
+        micro_batches: of this rank, at least one.
+        count: passes in all.
+        device: of this rank.
+    """
+    padded = [*micro_batches, *[micro_batches[-1]] * (count - len(micro_batches))]
+    return [
+        MicroStep(
+            tokens=torch.from_numpy(micro.tokens).to(device, non_blocking=True),
+            company=i >= len(micro_batches),
+            last=i == count - 1,
+            source=micro,
+        )
+        for i, micro in enumerate(padded)
+    ]
 
 
 class Batch:

@@ -22,15 +22,23 @@ class Reporter:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._run_dir, self._rank = run_dir, rank
         self._waiting: tuple[str, dict[str, Any]] | None = None
+        self._unreported: dict[int, dict[str, float]] = {}  # of saves that are not durable yet
 
     @property
     def waiting(self) -> bool:
         """Whether a commit waits to be reported; False on ranks other than 0."""
         return self._waiting is not None
 
-    def committed(self, step: int, generation: int, metrics: dict[str, Any]) -> None:
-        """Notes a commit; called on rank 0, in the background."""
-        self._waiting = (checkpoint_name(step, generation), {"step": step, **metrics})
+    def saved(self, step: int, metrics: dict[str, float]) -> None:
+        """Notes the metrics of a save, for when it is in the durable tier; called on rank 0, in the background."""
+        self._unreported[step] = metrics
+
+    def committed(self, step: int | None, generation: int) -> None:
+        """Notes that a save is in the durable tier, if it was not known before; called on rank 0, by two threads."""
+        if step is None or step not in self._unreported:
+            return
+        self._waiting = checkpoint_name(step, generation), {"step": step, **self._unreported[step]}
+        self._unreported = {later: each for later, each in self._unreported.items() if later > step}
 
     def report(self) -> None:
         """Reports what waits; every rank calls it at the same step."""

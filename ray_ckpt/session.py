@@ -21,48 +21,37 @@ All ranks call the same methods in the same order. Rank 0 alone talks to the tra
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from datetime import timedelta
-from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ray_ckpt.batch import Batch, MicroStep
-from ray_ckpt.checkpoint.memory import check_memory
-from ray_ckpt.checkpoint.restore import with_rng
-from ray_ckpt.checkpoint.saver import Saver, SaveResult
-from ray_ckpt.checkpoint.staging import Stager, size_bytes
+from ray_ckpt.batch import Batch, MicroStep, passes_of
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import load_data
-from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
+from ray_ckpt.data.feed import Feed, MicroBatch, Transform
 from ray_ckpt.data.fixed import fixed_rows
 from ray_ckpt.data.plan import BatchPlan
-from ray_ckpt.data.replaced import RecordedFeed
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
-from ray_ckpt.errors import NonfiniteError, RollbackError, StorageError
+from ray_ckpt.ending import Ending
 from ray_ckpt.facts import order_of
+from ray_ckpt.feeding import make_feed, steps_of
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
-from ray_ckpt.skips import stretches
+from ray_ckpt.saving import Saving
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
+from ray_ckpt.step_record import step_record
 from ray_ckpt.tracker.client import TrackerClient
 from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.tracker.talk import Talk
-from ray_ckpt.validation import METRIC, LossFunction, Validated, Validation
+from ray_ckpt.validation import LossFunction, Validation
 from ray_ckpt.watch import Watch
 
 logger = logging.getLogger(__name__)
-
-# Saves in a row that may fail on the nodes before one goes straight to the durable folder.
-DIRECT_AFTER = 2
 
 
 class Session:
@@ -99,19 +88,15 @@ class Session:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._talk = Talk(tracker, dist.new_group(backend="gloo", timeout=timeout))
         self._nodes, self._node = nodes or [], node
-        self._stack = config.tiers.stack()
-        self._run_dir = config.run_dir
         self._state: TrainState | None = None
         self._batch: Batch | None = None
         self._transform: Transform | None = None
         self._reducer: Reducer | None = None
         self._model: torch.nn.Module | None = None
         self._validation: Validation | None = None
-        self._reporter = Reporter(self._run_dir, self.rank) if config.saving.report_to_ray else None
-        self._unreported: dict[
-            int, dict[str, float]
-        ] = {}  # of saves that Ray Train was not told of
-        self._prepared_bytes = 0
+        self._reporter = (
+            Reporter(config.run_dir, self.rank) if config.saving.report_to_ray else None
+        )
         self._seen = time.monotonic()
         self._data_wait_s = self._between_s = 0.0
 
@@ -205,17 +190,28 @@ class Session:
             total_steps=self.config.steps,
         )
         self._first_step = state.progress.step + 1
-        self._saver = Saver(
-            run_dir=self._first_tier(),
-            node=self._node,
-            generation=attempt.generation,
+        self._saving = Saving(
+            config=self.config,
+            state=state,
+            attempt=attempt,
+            steward=self._steward,
+            watch=self._watch,
+            reporter=self._reporter,
+            validation=self._validation,
             group=self._group,
-            stager=Stager(self.config.saving.staging, state.optimizers),
-            on_result=self._saved,
-            inspect=self._watch.scan,
-            signed=attempt.signed,
+            device=self.device,
+            node=self._node,
         )
-        self._prepare()
+        self._ending = Ending(
+            config=self.config,
+            state=state,
+            talk=self._talk,
+            steward=self._steward,
+            watch=self._watch,
+            saving=self._saving,
+            reporter=self._reporter,
+            skips=attempt.skips,
+        )
         self._seen = time.monotonic()
         return state
 
@@ -236,12 +232,9 @@ class Session:
                 start of the segment (:mod:`ray_ckpt.segment`).
         """
         self._restored()
-        own_step = self._segment.own_step  # an order counts from the start of its segment
-        start, stop = own_step(self.progress.step), own_step(self.config.steps)
         self._transform = transform
-        holes = [replace(skip, from_step=own_step(skip.from_step)) for skip in self._skips]
-        feed = self._feed()
-        steps = chain.from_iterable(feed.steps(*each) for each in stretches(start, stop, holes))
+        start, stop = self.progress.step, self.config.steps
+        steps = steps_of(self._feed(), self._segment, self._skips, start, stop)
         while True:
             asked = time.monotonic()
             micro_batches = next(steps, None)
@@ -288,13 +281,13 @@ class Session:
                 loss=loss,
                 bad_losses=bad_losses,
                 tokens=batch.num_tokens,
-                busy=self._saver.busy,
+                busy=self._saving.busy,
                 wants_save=self._steward.wants_save(step),
                 wants_report=self._reporter is not None and self._reporter.waiting,
                 digest=digest_samples(batch.micro_batches),
                 rng_digest=batch.rng_digest,
                 trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
-                wants_direct=self._bypasses(DIRECT_AFTER),
+                wants_direct=self._saving.bypasses(),
             ),
             self.device,
             self.plan.num_micro_batches,
@@ -306,19 +299,31 @@ class Session:
             tokens=state.progress.tokens + agreement.tokens,
             grad_exponent=self._spread_model().exponent,
         )
-        self._steward.executed(self._step_record(agreement, lr, grad_norm, now - self._seen))
+        self._steward.executed(
+            step_record(
+                state.progress,
+                agreement,
+                lr=lr,
+                grad_norm=grad_norm,
+                world_size=self.world_size,
+                generation=self._steward.generation,
+                segment=self._segment.number,
+                step_time_s=now - self._seen,
+                data_wait_s=self._data_wait_s,
+                between_s=self._between_s,
+            )
+        )
         if step == self._first_step:
-            self._prepare()  # most optimizers make their state in the first step
-        hold_s = self._save(direct=agreement.direct) if agreement.save else 0.0
+            self._saving.prepare()  # most optimizers make their state in the first step
+        hold_s = self._saving.save(direct=agreement.direct) if agreement.save else 0.0
         if self._watch.must_end(agreement):
-            self._end()
+            self._ending.trouble()
         if agreement.report and self._reporter is not None:
             self._reporter.report()
         self._steward.exchange(flush=False)
-        if self._steward.durable_step in self._unreported:
-            self._report(self._steward.durable_step)
+        self._saving.tell_durable(self._steward.durable_step)
         if hold_s:
-            self._hold(hold_s)
+            self._saving.hold(hold_s)
         self._seen = time.monotonic()
         return agreement
 
@@ -330,80 +335,8 @@ class Session:
             NonfiniteError: the guard refused it, or one before it.
             RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
-        state = self._restored()
-        self._saver.wait(self.config.saving.timeout_s)
-        self._check_last_save()
-        if state.progress.step < self.config.steps:
-            self._steward.exchange(flush=True)
-            return
-        for tries_left in reversed(range(self.config.saving.final_tries)):
-            if self._talk.told(self._steward.is_committed(state.progress.step)):
-                break
-            if not tries_left:
-                raise StorageError(
-                    f"the state of the last step {state.progress.step} could not be committed "
-                    f"({self._steward.problem}). Mend the storage and start the run again: it goes on from the "
-                    "checkpoint before."
-                )
-            self._save(direct=self._talk.told(self._bypasses(1)))
-            self._saver.wait(self.config.saving.timeout_s)
-            self._check_last_save()
-        self._wait_until_durable()
-        if self._reporter is not None and self._talk.told(self._reporter.waiting):
-            self._reporter.report()
-        self._steward.exchange(flush=True)
-        self._talk.ask("finished", generation=self._steward.generation, step=state.progress.step)
-        self._saver.close(self.config.saving.timeout_s)
-
-    def _wait_until_durable(self) -> None:
-        """The end of a run is in the tier that survives the cluster, before the cluster may go."""
-        if not self._stack.node_tiers:
-            return
-        step, generation = self.progress.step, self._steward.generation
-        deadline = time.monotonic() + self.config.saving.timeout_s
-        while problem := self._talk.ask("durable", generation=generation, step=step):
-            if self._talk.told(time.monotonic() >= deadline):
-                raise StorageError(
-                    f"the state of the last step {step} is on the nodes, and did not get to the durable tier within "
-                    f"--saving.timeout-s {self.config.saving.timeout_s:g} ({problem}). Mend the storage and start "
-                    "the run again while the cluster lives."
-                )
-            time.sleep(0.2)
-        self._report(step)
-
-    # ---- no longer sane -------------------------------------------------------------------------
-
-    def _end(self) -> None:
-        """Ends the attempt on all ranks, as the tracker says."""
-        # What is in flight may be the checkpoint to go back to.
-        self._saver.wait(self.config.saving.timeout_s)
-        self._steward.exchange(flush=True)
-        step, what = self._steward.trouble or (
-            self.progress.step,
-            self._watch.what(self._steward.last_record),
-        )
-        remedy = self._talk.ask(
-            "trouble",
-            generation=self._steward.generation,
-            step=step,
-            what=what,
-            skips=self._skips,
-        )
-        raise (NonfiniteError if remedy.action == "stop" else RollbackError)(remedy.reason)
-
-    def _check_last_save(self) -> None:
-        """Ends a run whose last save was refused; no later one will make it good."""
-        goes_on = self.config.guard.on_nonfinite == "go-on"
-        if self._talk.told(self._steward.trouble is not None and not goes_on):
-            self._end()
-        step = self.progress.step
-        last = step == self.config.steps
-        if last and self._talk.told(self._steward.refused_step == step):
-            raise NonfiniteError(
-                f"the state of the last step {step} is kept, but not committed ({self._steward.problem}). Start the "
-                "run again: it goes on from the checkpoint before. If the state is good, say so with "
-                "--guard.band-factor 0 or --guard.ignore NAME."
-            )
+        self._restored()
+        self._ending.close()
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -420,168 +353,22 @@ class Session:
         return self._reducer
 
     def _feed(self) -> Feed:
-        reading = self.config.reading
-        feed: Feed
-        if reading.feed == "local":
-            feed = LocalFeed(
-                index=self.index,
-                order=self.order,
-                plan=self.plan,
-                transform=self._transform,
-                on_corrupt=reading.on_corrupt,
-            )
-        else:
-            feed = RayFeed(
-                index=self.index,
-                order=self.order,
-                plan=self.plan,
-                rows_per_task=reading.rows_per_task,
-                read_tasks=reading.read_tasks,
-                prefetch_batches=reading.prefetch_batches,
-                transform=self._transform,
-                on_corrupt=reading.on_corrupt,
-            )
-        if reading.on_corrupt == "fatal":
-            return feed
-        return RecordedFeed(
-            feed=feed,
+        return make_feed(
+            self.config,
             index=self.index,
             order=self.order,
-            run_dir=self._run_dir,
-            facts={"rank": self.rank, "generation": self._steward.generation},
+            plan=self.plan,
+            transform=self._transform,
+            generation=self._steward.generation,
             steps_before=self._segment.start_step,
         )
 
     def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:
         count = self.plan.max_share if pads(self.config.parallel) else len(micro_batches)
-        padded = micro_batches + [micro_batches[-1]] * (count - len(micro_batches))
-        passes = [
-            MicroStep(
-                tokens=torch.from_numpy(micro.tokens).to(self.device, non_blocking=True),
-                company=i >= len(micro_batches),
-                last=i == count - 1,
-                source=micro,
-            )
-            for i, micro in enumerate(padded)
-        ]
+        passes = passes_of(micro_batches, count, self.device)
         return Batch(passes, self._spread_model(), self._before_pass, self.device)
 
     def _before_pass(self, micro: MicroStep) -> None:
         # In exact mode dropout must not know who computes a micro-batch, nor how often it was computed.
         if self.config.exact:
             rng.seed_all(self.config.seed, self.progress.step, micro.source.index)
-
-    def _step_record(
-        self, agreement: Agreement, lr: float, grad_norm: float | None, seconds: float
-    ) -> dict[str, Any]:
-        progress = self.progress
-        return {
-            "step": progress.step,
-            "loss": agreement.loss,
-            "loss_hex": agreement.loss.hex(),
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "sample_offset": progress.samples,
-            "sample_digest": agreement.digest,
-            "rng_digest": agreement.rng_digest,
-            "tokens": agreement.tokens,
-            "world_size": self.world_size,
-            "generation": self._steward.generation,
-            "segment": self._segment.number,
-            "step_time_s": seconds,
-            # Parts of the step's time; of rank 0, as all in this line.
-            "data_wait_s": self._data_wait_s,
-            "between_s": self._between_s,
-            "time": time.time(),
-            "monotonic": time.monotonic(),
-            "save_waits": agreement.save_waits,
-        }
-
-    def _full_state(self) -> dict[str, Any]:
-        return with_rng(self._restored().state_dict(), self.rank, self.device)
-
-    def _prepare(self) -> None:
-        """Makes the buffers for saving, where the state is more than they were made for; every rank calls it."""
-        full_state = self._full_state()
-        grown = max(0, size_bytes(full_state) - self._prepared_bytes)
-        # Asked together whoever needs what: a rank with an empty shard grows by nothing, and must not be waited for.
-        check_memory(grown, self._group)
-        if grown:
-            self._saver.prepare(full_state)
-            self._prepared_bytes += grown
-
-    def _first_tier(self) -> Path:
-        """The run's folder in the tier that this rank writes into."""
-        tiers = self._stack.node_tiers
-        return self._stack.root(tiers[0], self._run_dir) if tiers else self._run_dir
-
-    def _bypasses(self, failures: int) -> bool:
-        """On rank 0: whether the tiers on the nodes failed so often that the next save does without them.
-
-        A full memory or a dead holder must not keep a run from its durable folder; an object store cannot be
-        written by workers.
-        """
-        possible = bool(self._stack.node_tiers) and not self._stack.remote
-        return possible and self.rank == 0 and self._steward.failures >= failures
-
-    def _save(self, *, direct: bool = False) -> float:
-        """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0).
-
-        Args:
-            direct: straight to the durable folder, past the tiers on the nodes.
-        """
-        # First: once the save is committed no later attempt makes these steps again, nor writes their lines.
-        self._steward.exchange(flush=True)
-        progress = self.progress
-        validated = None
-        if self._validation is not None:
-            validated = self._validation.measure(self._restored().model)
-        self._saving = progress, self._steward.last_record, validated
-        self._direct = direct
-        hold_s = self._steward.saving(progress.step)
-        self._saver.save(progress.step, self._full_state, self._run_dir if direct else None)
-        return hold_s
-
-    def _hold(self, seconds: float) -> None:
-        """Rank 0 waits for the end of the attempt, and the others for rank 0; goes on when it does not come."""
-        deadline = time.monotonic() + seconds
-        self._saver.wait(seconds)
-        while time.monotonic() < deadline and not self._steward.asked:
-            time.sleep(0.05)
-            self._steward.exchange(flush=True)
-
-    def _saved(self, result: SaveResult) -> None:
-        """On rank 0, in the background: asks the tracker to commit what was written."""
-        progress, record, validated = self._saving
-        save: dict[str, Any] = {
-            "step": result.step,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
-            "world_size": self.world_size,
-            "files": [asdict(entry) for entry in result.files],
-            "places": result.places,
-            "direct": self._direct,
-            "stall_s": result.stall_s,
-            "upload_s": result.write_s,
-            "error": result.error,
-            "metrics": _metrics(record, validated),
-            "validation": validated.to_json() if validated else {},
-            "guard": self._watch.report(result.guard, record),
-            "bitwise_comparable": self._watch.bitwise_comparable,
-            "skipped": [asdict(skip) for skip in self._skips],
-        }
-        if self._reporter is not None:
-            self._unreported[result.step] = save["metrics"]
-        if self._steward.commit(save) and (self._direct or not self._stack.node_tiers):
-            self._report(result.step)
-
-    def _report(self, step: int) -> None:
-        """On rank 0: a checkpoint of this attempt is in the durable tier, where Ray Train may look for it."""
-        if self._reporter is not None and step in self._unreported:
-            self._reporter.committed(step, self._steward.generation, self._unreported[step])
-        self._unreported = {later: each for later, each in self._unreported.items() if later > step}
-
-
-def _metrics(record: dict[str, Any], validated: Validated | None) -> dict[str, float]:
-    metrics = {"loss": record.get("loss", math.nan)}
-    return metrics if validated is None else {**metrics, METRIC: validated.loss}

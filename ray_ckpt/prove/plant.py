@@ -44,7 +44,7 @@ def plant_gates(folder: Path) -> None:
         agreement = step_end(self, **kwargs)
         path = gate_path(folder, self.progress.step)
         if self.rank == 0 and path.exists():
-            self._saver.wait(GATE_TIMEOUT_S)  # what is under way at an event is not up to chance
+            self._saving.wait(GATE_TIMEOUT_S)  # what is under way at an event is not up to chance
             deadline = time.monotonic() + GATE_TIMEOUT_S
             self._steward.exchange(flush=True)
             while path.exists() and not self._steward.asked and time.monotonic() < deadline:

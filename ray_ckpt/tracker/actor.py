@@ -97,7 +97,7 @@ class TrackerActor(TrackerCore):
 
     def advance(self) -> None:
         super().advance()
-        if not self._replaced:
+        if not self._fence.replaced:
             self._collect_looks()
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:

@@ -16,12 +16,14 @@ from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ConfigError, RayCkptError
 from ray_ckpt.tiers import pins, remote_pins
 from ray_ckpt.tiers.collect import Gate
+from ray_ckpt.tiers.durable import remote_of
 from ray_ckpt.tiers.housekeeping import Findings, ReadBack, Round, keep_house
 from ray_ckpt.tiers.pins import Pin
 from ray_ckpt.tiers.remote import RemoteTier
 from ray_ckpt.tiers.remote_house import RemoteRound, keep_remote_house
 from ray_ckpt.tiers.remote_records import push_records
 from ray_ckpt.tiers.rules import Rules
+from ray_ckpt.tiers.stack import Stack
 from ray_ckpt.tracker.journal import JOURNAL_NAME, last_generation
 from ray_ckpt.tracker.rollback import Place
 from ray_ckpt.tracker.shelf import incomplete
@@ -202,6 +204,18 @@ class RemoteHouse:
 
     def push_records(self) -> None:
         push_records(self._tier, self._dir)
+
+
+def house_of(stack: Stack, run_dir: Path, read: ReadBack) -> House:
+    """The durable tier of a run.
+
+    Args:
+        stack: the tiers.
+        run_dir: the run's folder.
+        read: how a checkpoint in a folder is read back.
+    """
+    remote = remote_of(stack, run_dir)
+    return FolderHouse(run_dir, read) if remote is None else RemoteHouse(remote, run_dir)
 
 
 def _checked(name: str) -> str:

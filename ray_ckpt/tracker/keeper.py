@@ -17,6 +17,7 @@ from ray_ckpt.checkpoint.drilled import journal_events
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import ConfigError, ManifestError, StaleGenerationError, StorageError
+from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.collect import Gate
 from ray_ckpt.tiers.housekeeping import Findings
 from ray_ckpt.tiers.rules import Rules
@@ -52,7 +53,6 @@ class Keeper:
         rules: which checkpoints are kept.
         memory: of the run, as the tracker keeps it.
         record: writes an event to the journal and takes it into memory.
-        quarantine: marks a checkpoint as bad: its name, the reason, the findings.
         clock: seconds since the epoch.
         aside: where rounds run.
         scrub_s: how long a checkpoint may go without being read back, seconds; 0 is for ever.
@@ -65,13 +65,12 @@ class Keeper:
         rules: Rules,
         memory: RunMemory,
         record: _Recorder,
-        quarantine: Callable[[str, str, list[dict[str, Any]]], None],
         clock: Callable[[], float],
         aside: Aside | None = None,
         scrub_s: float = 0.0,
     ) -> None:
         self._house, self._rules, self._memory = house, rules, memory
-        self._record, self._quarantine, self._clock = record, quarantine, clock
+        self._record, self._clock = record, clock
         self._aside, self._scrub_s = aside or Inline(), scrub_s
         self._scrub_after_s = 0.0  # where storage would not be read, it is left alone for a while
         self._gate = Gate()  # of the round that runs
@@ -82,6 +81,14 @@ class Keeper:
     def cancel(self) -> None:
         """Ends the round that runs: when this returns, no checkpoint ends by what was decided before."""
         self._gate.shut()
+
+    def quarantine(self, name: str, reason: str, findings: list[dict[str, Any]]) -> None:
+        """Labels a checkpoint as bad: nobody restores it any more."""
+        self.cancel()  # what it was about to delete may be needed now
+        fault_point("quarantine.write")
+        self._house.quarantine(name, reason, time_s=self._clock(), findings=findings)
+        fault_point("quarantine.written")
+        self._record("quarantine", name=name, reason=reason, faults=findings)
 
     def restoring(self, name: str) -> None:
         """Protects the checkpoint that an attempt restores; an empty name is the end of that."""
@@ -171,7 +178,7 @@ class Keeper:
         else:
             findings = [{"path": fault.path, "fault": fault.fault} for fault in found.faults]
             reason = f"{found.faults[0].path}: {found.faults[0].fault}"
-            self._quarantine(found.name, reason, findings)
+            self.quarantine(found.name, reason, findings)
             self._record("alert", name=found.name, problem=f"it went bad on storage ({reason})")
 
     def _job(self) -> Callable[[], Findings]:
@@ -226,7 +233,7 @@ class Keeper:
         else:
             self._may_read = False  # unless the note can be written, it would be found bad for ever
             findings = [{"path": fault.path, "fault": fault.fault} for fault in faults]
-            self._quarantine(name, f"{faults[0].path}: {faults[0].fault}", findings)
+            self.quarantine(name, f"{faults[0].path}: {faults[0].fault}", findings)
             self._may_read = True
 
     def _note_pins(self, found: Findings) -> None:

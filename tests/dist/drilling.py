@@ -55,7 +55,7 @@ def train(
         scheduler.step()
         optimizer.zero_grad()
         session.step_end(lr=scheduler.get_last_lr()[0])
-        session._saver.wait(60)  # so that the steps of the saves are known
+        session._saving.wait(60)  # so that the steps of the saves are known
         on_step(session)
     session.close()
     return state_digest(state)

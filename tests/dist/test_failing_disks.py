@@ -39,7 +39,7 @@ class Aims:
     def __call__(self, session: Any, step: int) -> None:
         from ray_ckpt.fault_points import arm
 
-        session._saver.wait(60)
+        session._saving.wait(60)
         turn, rest = divmod(step, 3)
         aim, rank = AIMS[turn] if turn < len(AIMS) else ("", -1)
         action = ("eio", "enospc")[turn % 2]

@@ -30,8 +30,8 @@ def _save_once(rank: int, world: int, config: Any) -> None:
     session, state, _ = open_session(rank, config)
     session.restore(state)
     state.progress.step = 1
-    session._save()
-    session._saver.wait(60)
+    session._saving.save()
+    session._saving.wait(60)
 
 
 def test_the_norm_is_the_same_for_whole_copies_and_shards_of_any_world(folder: Path) -> None:
@@ -64,8 +64,8 @@ class _Poison:
             with torch.no_grad():
                 local.view(-1)[-1] = math.nan
         if step == self.at:
-            session._save()  # as if a save were due between the fault and the next step
-            session._saver.wait(60)
+            session._saving.save()  # as if a save were due between the fault and the next step
+            session._saving.wait(60)
         if dist.get_rank() == self.rank and step == self.at:
             with torch.no_grad():
                 weight.copy_(self.kept)

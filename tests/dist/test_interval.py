@@ -24,7 +24,7 @@ class _SlowStaging:
 
     def __call__(self, session: Any, step: int) -> None:
         if step == self.from_step:
-            stager, seconds = session._saver._stager, self.seconds
+            stager, seconds = session._saving._saver._stager, self.seconds
             begin = stager.begin
 
             def slow(state: Any) -> Any:

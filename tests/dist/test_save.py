@@ -34,11 +34,11 @@ def _save_then_mutate(rank: int, world: int, config: Any) -> dict[str, Any]:
     session.restore(state)
     state.progress.step = 5
     before = {name: p.detach().clone() for name, p in model.state_dict().items()}
-    session._save()
+    session._saving.save()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    session._saver.wait(60)
+    session._saving.wait(60)
     return before
 
 
@@ -88,7 +88,7 @@ class _FullDisk:
             self.good = writer._HashingStream.write
         bad = dist.get_rank() == self.bad_rank and step + 1 in self.bad_steps
         writer._HashingStream.write = write if bad else self.good  # type: ignore[method-assign]
-        session._saver.wait(60)
+        session._saving.wait(60)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
@@ -119,8 +119,8 @@ class _NoCopy:
 
         if dist.get_rank() != self.bad_rank:
             return
-        session._saver.wait(60)
-        name, owner = ("finish", StagedCopy) if self.late else ("begin", session._saver._stager)
+        session._saving.wait(60)
+        name, owner = ("finish", StagedCopy) if self.late else ("begin", session._saving._saver._stager)
         if step + 1 == self.bad_step:
             self.good = getattr(owner, name)
             setattr(owner, name, fail)
@@ -186,9 +186,9 @@ def _train_with_late_state(rank: int, world: int, config: Any) -> int:
             late.tensors = {"made": torch.ones(1000)}
         state.optimizer.step()
         session.step_end(lr=0.1)
-        session._saver.wait(60)
+        session._saving.wait(60)
     session.close()
-    return int(session._prepared_bytes)
+    return int(session._saving._prepared_bytes)
 
 
 def test_state_that_one_rank_makes_in_its_first_step_holds_up_nobody(folder: Path) -> None:
@@ -204,8 +204,8 @@ def _save_often(rank: int, world: int, config: Any) -> list[int]:
     process, sizes = psutil.Process(), []
     for step in range(1, 51):
         state.progress.step = step
-        session._save()
-        session._saver.wait(60)
+        session._saving.save()
+        session._saving.wait(60)
         sizes.append(process.memory_info().rss)
     return sizes
 

@@ -548,7 +548,7 @@ def _draws(rank: int, world: int, config: Any, stop: int) -> dict[tuple[int, int
         state.optimizer.step()
         state.optimizer.zero_grad()
         session.step_end(lr=0.0)
-        session._saver.wait(60)
+        session._saving.wait(60)
         if state.progress.step == stop:
             break
     session._steward.exchange(flush=True)

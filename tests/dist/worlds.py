@@ -189,11 +189,11 @@ def train(
         state._parts["scheduler"].step()
         state.optimizer.zero_grad()
         if session.step_end(lr=lr).save and not overlap:
-            session._saver.wait(60)  # so that the next save never waits, and its step is known
+            session._saving.wait(60)  # so that the next save never waits, and its step is known
         if on_step is not None:
             on_step(session, state.progress.step)
         if state.progress.step == stop_after:
-            session._saver.wait(60)  # the save before this step is not what is under test
+            session._saving.wait(60)  # the save before this step is not what is under test
             session._steward.exchange(flush=True)
             if kill and rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

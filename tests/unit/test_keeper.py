@@ -23,7 +23,7 @@ from ray_ckpt.tiers.collect import collect
 from ray_ckpt.tiers.housekeeping import read_back
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stack import Stack
-from ray_ckpt.tracker import core as core_module
+from ray_ckpt.tracker import attempts
 from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.journal import JOURNAL_NAME, JsonLines
@@ -267,7 +267,7 @@ def test_what_was_decided_before_is_not_done_after_the_newest_turned_out_bad(
             plan = run.core.reject(attempt.generation, bad, fault)
             assert plan.name == names(30)[0]
         else:
-            run.core._quarantine(bad, "x: checksum differs", [])
+            run.core._keeper.quarantine(bad, "x: checksum differs", [])
         go_on.set()
         run.core._keeper._aside.wait(10)
     assert set(names(30, 20, 10)) <= set(run.usable())
@@ -276,7 +276,7 @@ def test_what_was_decided_before_is_not_done_after_the_newest_turned_out_bad(
 def test_the_tracker_answers_while_a_checkpoint_is_read_back_and_settles_at_the_end(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(core_module, "SETTLE_S", 10.0)
+    monkeypatch.setattr(attempts, "SETTLE_S", 10.0)
     go_on = threading.Event()
 
     def read(folder: Path) -> list[Fault]:

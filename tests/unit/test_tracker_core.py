@@ -642,7 +642,7 @@ def test_a_tracker_that_died_between_manifest_and_journal_does_not_delete_the_ch
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(two.core, "_record", killed)
+        patch.setattr(two.core._saves, "_record", killed)
         with pytest.raises(KilledError):
             two.core.commit(1, save)
     assert two.usable()[0] == "step-00000025-g1"
@@ -692,7 +692,7 @@ def test_who_looks_on_cannot_undo_a_commit(two):
     def refuse(event: dict[str, Any]) -> None:
         raise UnicodeEncodeError("ascii", "\u20ac", 0, 1, "the terminal cannot show it")
 
-    two.core._on_event = refuse
+    two.core._record._on_event = refuse
     assert two.core.commit(1, two.written(25))
     assert two.usable()[0] == "step-00000025-g1"
     assert two.core.memory.last_commit_step == 25

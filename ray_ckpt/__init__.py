@@ -13,8 +13,8 @@ torch and Ray:
 - ``Checkpoints``: saves, verifies and restores in a folder, without any of the rest.
 
 Usable alone as well: ``ray_ckpt.policy`` (the interval, from numbers), ``ray_ckpt.data`` (the order of samples, for any
-loader), ``ray_ckpt.elastic.exact`` with ``ray_ckpt.elastic.passes`` (sums of gradients that do not depend on the number of
-workers), ``ray_ckpt.prove.prove`` and ``ray_ckpt.drill.drill``. README.md shows each. All other names may change.
+loader), ``ray_ckpt.elastic.exact`` with ``ray_ckpt.elastic.passes`` (sums of gradients that do not depend on the number
+of workers), ``ray_ckpt.prove.prove`` and ``ray_ckpt.drill.drill``. README.md shows each. All other names may change.
 
 Errors that are raised on purpose are in ``ray_ckpt.errors``; wrong use of a session is a ``RuntimeError``.
 """

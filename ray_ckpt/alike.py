@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from ray_ckpt.checkpoint.restore import flatten
 from ray_ckpt.errors import StateError
 from ray_ckpt.state.parts import Entry
+from ray_ckpt.state.train_state import PER_RANK, SCALARS, TrainState
 
 _NOTHING = "nothing more"
 
@@ -23,6 +25,16 @@ def model_lines(model: torch.nn.Module) -> list[str]:
         for name, p in model.named_parameters()
     ]
     return parameters + [f"{name}: {Entry.of(b)}, a buffer" for name, b in model.named_buffers()]
+
+
+def state_lines(state: TrainState) -> list[str]:
+    """A line for each tensor of a training state that is the same on every rank, or sharded over them."""
+    own = (f"{PER_RANK}.", SCALARS)
+    return [
+        f"{name}: {Entry.of(tensor)}"
+        for name, tensor in flatten(state.state_dict())
+        if not name.startswith(own)
+    ]
 
 
 def check_alike(what: str, lines: Sequence[str], group: dist.ProcessGroup) -> None:

@@ -11,6 +11,7 @@ import xxhash
 
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import LOSS_BITS
+from ray_ckpt.elastic.nested import to_device
 from ray_ckpt.elastic.parallel import Reducer
 from ray_ckpt.elastic.passes import passes
 from ray_ckpt.rollcall import RollCall
@@ -67,7 +68,9 @@ def passes_of(
     padded = [*micro_batches, *[micro_batches[-1]] * (count - len(micro_batches))]
     return [
         MicroStep(
-            tokens=torch.from_numpy(micro.tokens).to(device, non_blocking=True),
+            data=to_device(
+                torch.from_numpy(micro.tokens) if micro.data is None else micro.data, device
+            ),
             company=i >= len(micro_batches),
             last=i == count - 1,
             source=micro,

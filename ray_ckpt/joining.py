@@ -22,6 +22,12 @@ from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.lock import RunLock
 
+_NOWHERE = (
+    "attach() joins a training function of Ray Train, or a program that has called "
+    "torch.distributed.init_process_group(): start the function with ray_ckpt.run(config, train), or call "
+    "init_process_group() first."
+)
+
 _stand_in: ContextVar[Session | None] = ContextVar("ray_ckpt_stand_in", default=None)
 
 
@@ -56,6 +62,8 @@ def attach(config: Config) -> Session:
 
     if not ray.is_initialized():
         return _attach_alone(config)
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(_NOWHERE)
     quiet_reports()
     context = ray.train.get_context()
     rank = context.get_world_rank()
@@ -75,11 +83,7 @@ def _attach_alone(config: Config) -> Session:
     from ray_ckpt.tracker.client import LocalTracker
 
     if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "attach() joins a training function of Ray Train, or a program that has called "
-            "torch.distributed.init_process_group(): start the function with ray_ckpt.run(config, train), or call "
-            "init_process_group() first."
-        )
+        raise RuntimeError(_NOWHERE)
     if config.tiers.stack().node_tiers:
         raise ConfigError(
             f"--tiers.use {' '.join(config.tiers.use)}: copies on the nodes are held by actors of Ray, and there is no "

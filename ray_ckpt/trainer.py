@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,12 +98,32 @@ def run(
                 return 0
         lock = lock or held.enter_context(closing(RunLock(config.run_dir)))
         num_cpus = math.ceil(config.worker_range[1] * config.elastic.cpus_per_worker)
+        _check_sendable(config, train)
         with cluster(num_cpus) as context:
             if prepare is not None and unprepared:
                 prepare(config)
                 facts = check_run(config, identity or {})
             print(_opening(config, context), flush=True)
             return _fit(config, train, facts, begun, lock)
+
+
+def _check_sendable(config: Config, train: Callable[..., None]) -> None:
+    """Refuses what cannot travel to the workers, before any of them is waited for.
+
+    Raises:
+        ConfigError: names the field of the options, or the function.
+    """
+    from ray import cloudpickle
+
+    given = {f"config.{field.name}": getattr(config, field.name) for field in fields(config)}
+    for what, value in {**given, f"the training function {train!r}": train}.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:  # any: objects say in their own way that they cannot be pickled
+            raise ConfigError(
+                f"{what} cannot be sent to the workers ({type(error).__name__}: {error}). Locks, open files, sockets "
+                "and the like belong to one process: make them inside of the training function."
+            ) from error
 
 
 def _fit(
@@ -173,8 +193,25 @@ def _fit(
         ) from error
     finally:
         ray.kill(handle)
+    _check_finished(config)
     print(summary(config.run_dir), flush=True)
     return 0
+
+
+def _check_finished(config: Config) -> None:
+    """A training function may end without a word before its run does.
+
+    Raises:
+        RayCkptError: the last step is not committed.
+    """
+    entries = durable_entries(config.tiers.stack(), config.run_dir)
+    newest = max((entry.step for entry in entries if entry.usable), default=0)
+    if newest < config.steps:
+        raise RayCkptError(
+            f"the training function of run {config.run!r} ended, and the newest checkpoint is of step {newest} of "
+            f"{config.steps}: it left the loop over session.batches() before its end, or did not call session.close() "
+            "after it. The same command goes on from there."
+        )
 
 
 def _fetch_records(config: Config) -> None:

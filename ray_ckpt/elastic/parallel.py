@@ -112,7 +112,7 @@ def spread(
         device: of this rank.
         addends: V, micro-batches of a global batch.
         units: modules that become FSDP units; None for those in ``model.layers``, if it has that.
-        group: that DDP reduces over; None for the default one.
+        group: that whole copies are reduced over; None for the default one. Shards stay with the default one.
 
     Returns:
         The model to train, on ``device``, and what reduces its gradients.
@@ -128,21 +128,21 @@ def spread(
         for block in getattr(model, "layers", []) if units is None else units:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return model, ExactShards(model, addends) if exact else Averages(model, addends)
+        return model, ExactShards(model, addends, group) if exact else Averages(model, addends)
     if exact:
-        _share_weights(model)
-        return model, ExactReplicas(model, addends)
+        _share_weights(model, group)
+        return model, ExactReplicas(model, addends, group)
     ids = [device.index] if device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group)
     _rehearse(wrapped, to_device(example, device))
     return wrapped, Averages(wrapped, addends)
 
 
-def _share_weights(model: torch.nn.Module) -> None:
+def _share_weights(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
     """Rank 0's weights and buffers for all, as DDP does it: copies that begin apart stay apart, and nobody sees it."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=group, group_src=0)
 
 
 def _rehearse(model: DistributedDataParallel, example: Any) -> None:

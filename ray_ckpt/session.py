@@ -45,7 +45,6 @@ from ray_ckpt.ending import Ending
 from ray_ckpt.errors import ConfigError, StateError
 from ray_ckpt.facts import index_of, order_of
 from ray_ckpt.feeding import make_feed, steps_of
-from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
 from ray_ckpt.rollcall import RollCall
 from ray_ckpt.saving import Saving
@@ -109,9 +108,6 @@ class Session:
         self._reducer: Reducer | None = None
         self._model: torch.nn.Module | None = None
         self._validation: Validation | None = None
-        self._reporter = (
-            Reporter(config.run_dir, self.rank) if config.saving.report_to_ray else None
-        )
         self._seen = time.monotonic()
         self._data_wait_s = self._between_s = 0.0
 
@@ -276,7 +272,6 @@ class Session:
             attempt=attempt,
             steward=self._steward,
             watch=self._watch,
-            reporter=self._reporter,
             validation=self._validation,
             group=self._group,
             device=self.device,
@@ -289,7 +284,6 @@ class Session:
             steward=self._steward,
             watch=self._watch,
             saving=self._saving,
-            reporter=self._reporter,
             skips=attempt.skips,
         )
         self._usage = Usage(state, self.config.steps)
@@ -384,7 +378,7 @@ class Session:
                 tokens=batch.num_tokens,
                 busy=self._saving.busy,
                 wants_save=self._steward.wants_save(step),
-                wants_report=self._reporter is not None and self._reporter.waiting,
+                wants_report=self._saving.wants_report,
                 digest=digest_samples(batch.micro_batches),
                 rng_digest=batch.rng_digest,
                 trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
@@ -422,8 +416,8 @@ class Session:
         hold_s = self._saving.save(direct=agreement.direct) if agreement.save else 0.0
         if self._watch.must_end(agreement):
             self._ending.trouble()
-        if agreement.report and self._reporter is not None:
-            self._reporter.report()
+        if agreement.report:
+            self._saving.report()
         self._steward.exchange(flush=False)
         self._saving.tell_durable(self._steward.durable_step)
         if hold_s:

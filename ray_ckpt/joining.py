@@ -48,8 +48,16 @@ def attach(config: Config) -> Session:
     say) it lives in the process of rank 0: all works but what needs Ray, such as another number of workers without
     a new start.
 
+    Args:
+        config: the one that the training function was called with, the same on every worker.
+
+    Returns:
+        This worker's session; it lives as long as the training function.
+
     Raises:
         RuntimeError: neither Ray Train nor ``torch.distributed`` is there.
+        ConfigError: without Ray: the options contradict the data, the run's record, or need Ray.
+        StorageError: the run's folder cannot be used, or its tracker is gone.
     """
     stand_in = _stand_in.get()
     if stand_in is not None:

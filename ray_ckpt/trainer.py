@@ -38,6 +38,12 @@ C = TypeVar("C", bound=Config)
 def resolve(config: C) -> C:
     """Fills in what depends on the machine: absolute folders, the default data folder.
 
+    Args:
+        config: of the run, in the program that starts it.
+
+    Returns:
+        The same options for :func:`run`.
+
     Raises:
         ConfigError: a folder that a job cannot use.
     """
@@ -74,7 +80,9 @@ def run(
         Exit code: 0 when the run is complete.
 
     Raises:
-        RayCkptError: a mistake in the options (``ConfigError``), or a run that could not go on.
+        ConfigError: a mistake in the options, or something in them or the function that cannot be sent to workers.
+        StorageError: the run's folder cannot be used.
+        RayCkptError: the run could not go on, or the training function ended before its last step was committed.
     """
     begun = submitted()
     take()  # from here on no process that is started inherits a key

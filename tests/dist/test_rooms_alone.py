@@ -140,3 +140,70 @@ def only_the_reduction(rank: int, world: int) -> list[str]:
 def test_the_reduction_alone_gives_the_same_bits_for_any_workers():
     found = [run_world(only_the_reduction, world) for world in (1, 3)]
     assert all(bits == found[0][0] for world in found for bits in world)
+
+
+# ---- a training function of one's own ------------------------------------------------------------
+
+
+def block_with(words: str) -> str:
+    """The block of code in README.md that has these words in it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    (found,) = [block for block in blocks if words in block]
+    return found
+
+
+def adopted(rank: int, world: int, folder: str, words: str) -> dict[str, Any]:
+    """Runs a training function as README.md shows it, in this world instead of below Ray."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    import ray_ckpt
+    from ray_ckpt.view.summary import surviving_steps
+
+    torch.manual_seed(0)
+    images = [(torch.randn(1, 4, 4), number % 10) for number in range(40)]
+    small: dict[str, Any] = {"steps": 4, "global_batch": 8, "micro_batch": 4, "storage": folder}
+    found: dict[str, Any] = {}
+    real = ray_ckpt.Config
+
+    def make_config(**options: Any) -> ray_ckpt.Config:
+        data = {"data": f"{folder}/data", "seq_len": 9} if "data" in options else {}
+        found["config"] = config = real(**(options | small | data))
+        return config
+
+    def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return model(tokens[:, :-1]).square().mean()
+
+    names: dict[str, Any] = {
+        "ray_ckpt": ray_ckpt,
+        "torch": torch,
+        "build_model": lambda: torch.nn.Embedding(31, 4),
+        "example_input": torch.zeros(1, 8, dtype=torch.int64),
+        "loss_of": loss_of,
+        "ResNet": lambda: torch.nn.Sequential(
+            torch.nn.BatchNorm2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 10)
+        ),
+        "images": images,
+        "cross_entropy": cross_entropy,
+        "Adam": torch.optim.Adam,
+        "DataLoader": torch.utils.data.DataLoader,
+        "TrainState": ray_ckpt.TrainState,
+        "Config": make_config,
+        "resolve": ray_ckpt.resolve,
+        "run": lambda config, train: train(config),
+    }
+    # In this process alone, which ends with the function.
+    vars(ray_ckpt).update(Config=make_config, run=names["run"])
+    exec(block_with(words), names)
+    torch.distributed.barrier()
+    return {step: row["sample_digest"] for step, row in surviving_steps(found["config"].run_dir).items()}
+
+
+@pytest.mark.parametrize("words", ["model = session.spread(build_model()", "session.spread(ResNet()"])
+def test_a_training_function_as_the_readme_shows_it_trains_to_its_last_step(tmp_path, words):
+    from worlds import make_data
+
+    make_data(tmp_path / "data", [20, 20])
+    first, second = run_world(adopted, 2, str(tmp_path), words)
+    assert first == second
+    assert len(set(first.values())) == 4

@@ -144,6 +144,8 @@ def _check_checkpoints(config: Config) -> None:
 
 def _data_identity(index: Index | OwnIndex) -> str:
     """What stays the same: paths may change, content, names, weights and their order may not."""
+    if isinstance(index, OwnIndex):
+        return f"{index.num_rows} samples of the training function's own"
     if not isinstance(index, MixedIndex):
         return index.fingerprint
     pairs = zip(index.sources, index.parts, strict=True)

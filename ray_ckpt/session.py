@@ -251,8 +251,6 @@ class Session(ModelSession):
         self, state: TrainState, batch: Batch, step: int, lr: float, grad_norm: float | None
     ) -> Agreement:
         loss, bad_losses = batch.loss
-        assert self._usage is not None
-        self._usage.step_ended(step, finite=not bad_losses)
         agreement = agree(
             Vote(
                 loss=loss,
@@ -270,6 +268,8 @@ class Session(ModelSession):
             self.plan.num_micro_batches,
             self._votes,
         )
+        assert self._usage is not None
+        self._usage.check_optimizer(step, loss=agreement.loss, grad_norm=grad_norm)
         now = time.monotonic()
         state.progress = Progress(
             step=step,
@@ -304,6 +304,7 @@ class Session(ModelSession):
         self._saving.tell_durable(self._steward.durable_step)
         if hold_s:
             self._saving.hold(hold_s)
+        self._usage.step_ended(step)
         self._seen = time.monotonic()
         return agreement
 

@@ -8,6 +8,7 @@ what costs a walk over the model is done at saves alone. Those between ranks are
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -47,17 +48,18 @@ class Usage:
         self._standing = _Standing(steps=steps)
         weakref.finalize(self, _tell, self._standing)
 
-    def step_ended(self, step: int, *, finite: bool) -> None:
+    def check_optimizer(self, step: int, *, loss: float, grad_norm: float | None) -> None:
         """Checks that an optimizer has made a step since the restore.
 
         Args:
             step: that ends.
-            finite: whether its loss was; training functions may leave out steps that are not.
+            loss: of all ranks; training functions may leave out steps that are not finite.
+            grad_norm: likewise, None when it is not known.
 
         Raises:
-            RuntimeError: none has.
+            RuntimeError: none has, on every rank.
         """
-        if not self._stepped and finite:
+        if not self._stepped and math.isfinite(loss) and math.isfinite(grad_norm or 0.0):
             raise RuntimeError(
                 f"step_end() of step {step}: no optimizer of TrainState made a step since restore(). Call "
                 "optimizer.step() once for each batch, before step_end(), and give TrainState the optimizer that you "
@@ -65,6 +67,9 @@ class Usage:
             )
         if self._stepped and self._hooks:
             self._let_go()
+
+    def step_ended(self, step: int) -> None:
+        """Notes that a step came to its end."""
         self._standing.step = step
 
     def check_model(self) -> None:

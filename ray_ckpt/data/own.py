@@ -14,7 +14,7 @@ What the loader has fetched ahead is nobody's position: the position is what was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -114,13 +114,24 @@ class OwnFeed:
             sample_offset=start_step * self.plan.global_batch,
             stop_step=stop_step,
         )
-        items = iter(self.make(sampler))
+        loader = self.make(sampler)
+        self._check_length(loader)
+        items = iter(loader)
         indices = GlobalOrderIterator(sampler)
         for step in range(start_step, stop_step):
             yield [
                 self._micro_batch(step, number, next(indices), items, sampler)
                 for number in self.plan.micro_batches
             ]
+
+    def _check_length(self, loader: object) -> None:
+        """Of the dataset behind a loader, where there is one to be seen: the order is made for so many samples."""
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, Sized) and len(dataset) != self.order.num_rows:
+            raise DataError(
+                f"batches(loader=...): the loader's dataset has {len(dataset)} samples, --samples says "
+                f"{self.order.num_rows}. Give Config(samples=...) the length of the dataset."
+            )
 
     def _micro_batch(
         self, step: int, number: int, rows: list[int], items: Iterator[Any], sampler: _Watched

@@ -91,6 +91,12 @@ def test_a_loader_that_shuffles_itself_is_refused():
         next(wrong.steps(0, 4))
 
 
+def test_a_dataset_of_another_length_is_refused_before_its_first_sample():
+    wrong = feed(50, make=lambda sampler: DataLoader(Numbers(49), batch_sampler=sampler))
+    with pytest.raises(DataError, match="dataset has 49 samples, --samples says 50"):
+        next(wrong.steps(0, 4))
+
+
 def test_a_loader_that_ends_early_is_named_with_its_step():
     def short(sampler: GlobalOrderSampler) -> Iterator[int]:
         batches = iter(sampler)

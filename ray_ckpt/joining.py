@@ -70,10 +70,11 @@ def attach(config: Config) -> Session:
 
     if not ray.is_initialized():
         return _attach_alone(config)
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(_NOWHERE)
+    try:
+        context = ray.train.get_context()
+    except RuntimeError:
+        return _attach_alone(config)  # this program uses Ray for something else, or is the driver
     quiet_reports()
-    context = ray.train.get_context()
     rank = context.get_world_rank()
     nodes: list[Any] = [None] * context.get_world_size()
     node = ray.get_runtime_context().get_node_id()

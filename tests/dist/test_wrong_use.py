@@ -342,7 +342,9 @@ def test_ranks_that_build_something_else_are_refused_on_every_rank_before_they_w
 # ---- before there are ranks ---------------------------------------------------------------------
 
 
-def test_attach_outside_of_everything_says_where_it_belongs(tmp_path):
+@pytest.mark.parametrize("driver", [False, True])
+def test_attach_outside_of_everything_says_where_it_belongs(tmp_path, monkeypatch, driver):
+    monkeypatch.setattr("ray.is_initialized", lambda: driver)
     with pytest.raises(RuntimeError, match=r"ray_ckpt\.run\(config, train\), or call init_process"):
         ray_ckpt.attach(config_in(tmp_path))
 

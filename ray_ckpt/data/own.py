@@ -108,15 +108,19 @@ class OwnFeed:
         Raises:
             DataError: the loader does not follow the sampler.
         """
+        from torch.random import fork_rng  # the order alone does without torch
+
         sampler = _Watched(
             self.order,
             self.plan,
             sample_offset=start_step * self.plan.global_batch,
             stop_step=stop_step,
         )
-        loader = self.make(sampler)
-        self._check_length(loader)
-        items = iter(loader)
+        # A DataLoader draws a seed when it begins, and a resume begins one where the uninterrupted run has none.
+        with fork_rng(devices=[]):
+            loader = self.make(sampler)
+            self._check_length(loader)
+            items = iter(loader)
         indices = GlobalOrderIterator(sampler)
         for step in range(start_step, stop_step):
             yield [

@@ -163,11 +163,12 @@ def adopted(rank: int, world: int, folder: str, words: str) -> dict[str, Any]:
     torch.manual_seed(0)
     images = [(torch.randn(1, 4, 4), number % 10) for number in range(40)]
     small: dict[str, Any] = {"steps": 4, "global_batch": 8, "micro_batch": 4, "storage": folder}
+    own = {"samples": len(images)}
     found: dict[str, Any] = {}
     real = ray_ckpt.Config
 
     def make_config(**options: Any) -> ray_ckpt.Config:
-        data = {"data": f"{folder}/data", "seq_len": 9} if "data" in options else {}
+        data = {"data": f"{folder}/data", "seq_len": 9} if "data" in options else own
         found["config"] = config = real(**(options | small | data))
         return config
 
@@ -183,7 +184,8 @@ def adopted(rank: int, world: int, folder: str, words: str) -> dict[str, Any]:
         "ResNet": lambda: torch.nn.Sequential(
             torch.nn.BatchNorm2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 10)
         ),
-        "images": images,
+        "FashionMNIST": lambda folder, transform: images,
+        "ToTensor": lambda: None,
         "cross_entropy": cross_entropy,
         "Adam": torch.optim.Adam,
         "DataLoader": torch.utils.data.DataLoader,

@@ -72,3 +72,42 @@ def test_resumes_with_an_own_dataset_repeat_the_uninterrupted_run(tmp_path: Path
             r["sample_digest"] for r in rows.values()
         ]
     assert {row["tokens"] for row in rows.values()} == {7 * 5}, "as the function counts them"
+
+
+def shard(rank: int, world: int, config: Any) -> list[bool]:
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    from ray_ckpt.session import Session
+    from ray_ckpt.tracker.client import LocalTracker
+
+    tracker = LocalTracker(make_core(config)) if rank == 0 else None
+    session = Session(config, tracker=tracker, device=torch.device("cpu"))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model = session.spread(net, torch.zeros(1, 4), units=[net[0]])
+    return [isinstance(module, FSDPModule) for module in (model, net[0], net[1])]
+
+
+def test_the_units_of_a_model_of_any_shape_are_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path, data=(), samples=70, parallel="fsdp")
+    assert run_world(shard, 2, config) == [[True, True, False]] * 2
+
+
+def begin_apart(rank: int, world: int, config: Any) -> list[float]:
+    import torch
+
+    from ray_ckpt.session import Session
+    from ray_ckpt.tracker.client import LocalTracker
+
+    tracker = LocalTracker(make_core(config)) if rank == 0 else None
+    session = Session(config, tracker=tracker, device=torch.device("cpu"))
+    torch.manual_seed(rank)  # as in a function that sets no seed
+    model = session.spread(torch.nn.Linear(2, 1), {"input": torch.zeros(1, 2)})
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_copies_that_begin_apart_begin_with_the_weights_of_rank_0(tmp_path: Path, exact: bool) -> None:
+    config = make_config(tmp_path, data=(), samples=70, exact=exact)
+    first, second = run_world(begin_apart, 2, config)
+    assert first == second

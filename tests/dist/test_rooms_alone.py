@@ -80,6 +80,40 @@ def test_checkpoints_alone_go_on_from_the_newest_that_is_whole(tmp_path, capsys)
     assert list_checkpoints(folder)[-2].quarantined
 
 
+def on_a_full_disk(rank: int, world: int, folder: str) -> list[Any]:
+    import torch
+
+    from ray_ckpt import Checkpoints, TrainState
+    from ray_ckpt.errors import StorageError
+    from ray_ckpt.fault_points import arm
+
+    model = torch.nn.Linear(2, 2)
+    state = TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpoints = Checkpoints(folder)
+    arm("save.file@1=enospc" if rank == 1 else "")
+    checkpoints.save(1, state)
+    told: list[Any] = []
+    try:
+        checkpoints.wait()
+    except StorageError as error:
+        told.append(str(error))
+    checkpoints.save(2, state, {"loss": 0.5})
+    told.append(checkpoints.wait())
+    checkpoints.close()
+    return told
+
+
+def test_a_save_that_fails_on_one_rank_is_told_on_all_and_the_next_one_counts(tmp_path):
+    first, second = run_world(on_a_full_disk, 2, str(tmp_path / "mine"))
+    assert first == second
+    assert "No space left" in first[0]
+    assert first[1] == 2
+    (entry,) = [entry for entry in list_checkpoints(tmp_path / "mine") if entry.usable]
+    assert entry.step == 2
+    assert entry.manifest is not None
+    assert entry.manifest.metrics["loss"] == 0.5
+
+
 def test_checkpoints_alone_need_a_process_group_and_say_so(tmp_path):
     from ray_ckpt import Checkpoints
 

@@ -302,8 +302,8 @@ class Session(ModelSession):
             self._saving.report()
         self._steward.exchange(flush=False)
         self._saving.tell_durable(self._steward.durable_step)
-        if hold_s:
-            self._saving.hold(hold_s)
+        if agreement.save and self._talk.told(hold_s > 0):
+            self._saving.hold(hold_s, self._talk.told)
         self._usage.step_ended(step)
         self._seen = time.monotonic()
         return agreement

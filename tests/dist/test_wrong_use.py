@@ -310,6 +310,24 @@ def test_a_rank_that_does_something_else_ends_the_wait_of_the_others_with_its_na
     assert "rank 0 waits in backward() of step 3" in other
 
 
+def held(rank: int, world: int, folder: Path) -> float:
+    """Rank 0 is asked to hold after a save for longer than the others may wait for it."""
+    session, state = open_session(rank, config_in(folder))
+    session.restore(state)
+    if rank == 0:
+        session._talk.tracker.call("request_save", reason="a test", hold_s=2 * WAIT_S)
+    started = time.monotonic()
+    train(session, state)
+    session.close()
+    return time.monotonic() - started
+
+
+def test_ranks_that_hold_for_an_end_that_does_not_come_are_not_taken_for_gone(tmp_path):
+    make_data(tmp_path / "data", [20, 20, 20])
+    for seconds in run_world(held, 2, tmp_path):
+        assert 2 * WAIT_S <= seconds < 2 * WAIT_S + BOUND_S
+
+
 def unlike(rank: int, world: int, folder: Path) -> list[str]:
     """Ranks whose model, or state, is not the same."""
     import torch

@@ -20,7 +20,8 @@ from ray_ckpt.view.summary import surviving_steps
 pytestmark = pytest.mark.cluster
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
-G, B, SAMPLES, STEPS = 16, 4, 600, 60  # an epoch ends within the run
+EXAMPLES = ("example_ray_docs", "example_hf")
+G, B, SAMPLES, STEPS = 16, 4, 600, 150  # four epochs
 
 
 def expected_digests() -> list[str]:
@@ -45,16 +46,10 @@ def workers_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("example", ["example_ray_docs", "example_hf"])
-def test_an_example_goes_on_with_the_right_sample_after_a_worker_was_killed(
-    tmp_path: Path, example: str
-) -> None:
-    if example == "example_hf" and importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: pip install -e '.[hf]'")
-    run_dir, log = tmp_path / "r", tmp_path / "log"
+def command(example: str, storage: Path) -> list[str]:
     options = {
-        "storage": tmp_path,
-        "run": "r",
+        "storage": storage,
+        "run": example,
         "samples": SAMPLES,
         "global-batch": G,
         "micro-batch": B,
@@ -63,17 +58,49 @@ def test_an_example_goes_on_with_the_right_sample_after_a_worker_was_killed(
         "policy.interval-steps": 7,
     }
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    driver = start([sys.executable, str(JOBS / f"{example}.py"), *flags], log)
+    return [sys.executable, str(JOBS / f"{example}.py"), *flags]
+
+
+def is_missing(example: str) -> bool:
+    return example == "example_hf" and importlib.util.find_spec("transformers") is None
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the examples' runs. They run beside each other: most of their time is waiting for Ray."""
+    storage = tmp_path_factory.mktemp("examples")
+    drivers = {
+        example: start(command(example, storage), storage / f"{example}.log")
+        for example in EXAMPLES
+        if not is_missing(example)
+    }
+    struck: set[str] = set()
+
+    def all_ended() -> bool:
+        for example, driver in drivers.items():
+            if example not in struck and steps_done(storage / example) >= 10:
+                workers_of(driver)[-1].send_signal(signal.SIGKILL)
+                struck.add(example)
+        return all(driver.poll() is not None for driver in drivers.values())
+
     try:
-        wait_until(
-            lambda: steps_done(run_dir) >= 10 or driver.poll() is not None, 180, log.read_text()
-        )
-        assert driver.poll() is None, log.read_text()[-3000:]
-        victim = workers_of(driver)[-1]
-        victim.send_signal(signal.SIGKILL)
-        assert driver.wait(timeout=150) == 0, log.read_text()[-3000:]
+        wait_until(all_ended, 240, "the end of the examples")
     finally:
-        driver.kill()
+        for driver in drivers.values():
+            driver.kill()
+    for example, driver in drivers.items():
+        assert driver.returncode == 0, (storage / f"{example}.log").read_text()[-3000:]
+    assert struck == set(drivers), "each was struck while it trained"
+    return {example: storage / example for example in drivers}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_goes_on_with_the_right_sample_after_a_worker_was_killed(
+    ended: dict[str, Path], example: str
+) -> None:
+    if is_missing(example):
+        pytest.skip("transformers is not installed: pip install -e '.[hf]'")
+    run_dir = ended[example]
     assert [event["kind"] for event in journal(run_dir, "interruption")] == ["worker_error"]
     first, second = journal(run_dir, "restored")
     commits = [event["step"] for event in journal(run_dir, "commit") if event["generation"] == 1]

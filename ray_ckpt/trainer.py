@@ -30,6 +30,7 @@ from ray_ckpt.tracker.client import RayTracker
 from ray_ckpt.tracker.core import RunFacts
 from ray_ckpt.tracker.identity import read_record
 from ray_ckpt.tracker.lock import RunLock
+from ray_ckpt.tracker.recall import recall
 from ray_ckpt.view.summary import snapshot_problem, summary
 
 C = TypeVar("C", bound=Config)
@@ -210,15 +211,14 @@ def _check_finished(config: Config) -> None:
     """A training function may end without a word before its run does.
 
     Raises:
-        RayCkptError: the last step is not committed.
+        RayCkptError: it did not close its session at the last step.
     """
-    entries = durable_entries(config.tiers.stack(), config.run_dir)
-    newest = max((entry.step for entry in entries if entry.usable), default=0)
-    if newest < config.steps:
+    memory = recall(config.run_dir)
+    if memory.finished_step != config.steps:
         raise RayCkptError(
-            f"the training function of run {config.run!r} ended, and the newest checkpoint is of step {newest} of "
-            f"{config.steps}: it left the loop over session.batches() before its end, or did not call session.close() "
-            "after it. The same command goes on from there."
+            f"the training function of run {config.run!r} ended, and the run is not finished: the newest checkpoint "
+            f"is of step {memory.last_commit_step or 0} of {config.steps}. It left the loop over session.batches() "
+            "before its end, or did not call session.close() after it. The same command goes on from there."
         )
 
 

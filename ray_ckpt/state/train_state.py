@@ -272,7 +272,7 @@ class TrainState:
 def _optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
     if isinstance(given, torch.optim.Optimizer):
         return (given,)
-    found = tuple(given) if isinstance(given, list | tuple) else ()
+    found = tuple(given) if isinstance(given, Sequence) else ()
     if not found or not all(isinstance(each, torch.optim.Optimizer) for each in found):
         raise StateError(
             f"TrainState(optimizer={type(given).__name__}): give the optimizer that the training function steps, or "

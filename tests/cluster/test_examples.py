@@ -61,6 +61,13 @@ def command(example: str, storage: Path) -> list[str]:
     return [sys.executable, str(JOBS / f"{example}.py"), *flags]
 
 
+def is_saved(run_dir: Path) -> bool:
+    """Whether a checkpoint is committed, and there are steps after it to be lost."""
+    if steps_done(run_dir) < 10:
+        return False
+    return bool(journal(run_dir, "commit"))
+
+
 def is_missing(example: str) -> bool:
     return example == "example_hf" and importlib.util.find_spec("transformers") is None
 
@@ -78,7 +85,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     def all_ended() -> bool:
         for example, driver in drivers.items():
-            if example not in struck and steps_done(storage / example) >= 10:
+            if example not in struck and is_saved(storage / example):
                 workers_of(driver)[-1].send_signal(signal.SIGKILL)
                 struck.add(example)
         return all(driver.poll() is not None for driver in drivers.values())

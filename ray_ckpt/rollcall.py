@@ -20,6 +20,7 @@ from ray_ckpt.errors import OutOfStepError
 # All that wait have the same limit, and those whose peer died hear of it at once: word is there soon, or never.
 GRACE_S = 2.0
 _POLL_S = 0.05
+_NAMED = 8  # ranks in a message; of a thousand nobody reads more
 _SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out")
 
 
@@ -68,6 +69,7 @@ class RollCall:
 
     def _collect(self, call: str, found: dict[int, str]) -> None:
         deadline = time.monotonic() + self._grace_s
+        pause_s = _POLL_S * (1 + self._size // 32)  # all ranks ask one store about each other
         try:
             self._store.set(f"waits/{self._rank}", call)
             while len(found) < self._size and time.monotonic() < deadline:
@@ -75,7 +77,7 @@ class RollCall:
                     key = f"waits/{rank}"
                     if rank not in found and self._store.check([key]):
                         found[rank] = self._store.get(key).decode()
-                time.sleep(_POLL_S)
+                time.sleep(pause_s)
         except (RuntimeError, OSError):
             return  # it says what is known so far
 
@@ -110,7 +112,9 @@ def explain(
     if missing:
         words = "did not come" if late else "did not come, and a process is gone"
         parts.append(f"{_ranks(missing)} {words}")
-    parts += [f"rank {r} waits in {place}" for r, place in elsewhere.items()]
+    for place in dict.fromkeys(elsewhere.values()):
+        ranks = [r for r, there in elsewhere.items() if there == place]
+        parts.append(f"{_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} in {place}")
     if not missing and not elsewhere:
         parts.append("all of them wait here too, so it is the network between them that failed")
     first = " ".join(str(error).split())[:160]
@@ -122,4 +126,5 @@ def explain(
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"

@@ -30,6 +30,14 @@ def test_who_did_not_come_is_named_with_the_call():
     assert "an error of rank 1 further up" in text
 
 
+def test_of_many_ranks_some_are_named():
+    places = dict.fromkeys(range(100, 1000), "close()") | {0: "restore()", 1: "restore()"}
+    text = explain(0, 1000, "restore()", places, 9.0, LATE)
+    assert "ranks 2, 3, 4, 5, 6, 7, 8, 9 and 90 more did not come" in text
+    assert "ranks 100, 101, 102, 103, 104, 105, 106, 107 and 892 more wait in close()" in text
+    assert len(text) < 700
+
+
 def test_a_process_that_is_gone_is_told_from_one_that_is_late():
     text = explain(1, 2, "backward() of step 3", {1: "backward() of step 3"}, 0.1, GONE)
     assert "rank 0 did not come, and a process is gone" in text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -121,13 +122,20 @@ class Saving:
         self._saver.save(progress.step, self._full_state, self._run_dir if direct else None)
         return hold_s
 
-    def hold(self, seconds: float) -> None:
-        """Rank 0 waits for the end of the attempt, and the others for rank 0; goes on when it does not come."""
+    def hold(self, seconds: float, told: Callable[[bool], bool]) -> None:
+        """All ranks wait for the end of the attempt; they go on when it does not come.
+
+        Rank 0 says every moment that it still waits: the others do not take it for one that is gone.
+
+        Args:
+            seconds: how long at most; rank 0's counts.
+            told: gives every rank what rank 0 says.
+        """
         deadline = time.monotonic() + seconds
-        self._saver.wait(seconds)
-        while time.monotonic() < deadline and not self._steward.asked:
+        while told(time.monotonic() < deadline and (self._saver.busy or not self._steward.asked)):
             time.sleep(0.05)
-            self._steward.exchange(flush=True)
+            if not self._saver.busy:
+                self._steward.exchange(flush=True)
 
     def wait(self, timeout_s: float) -> None:
         """Waits for the save that is in flight."""

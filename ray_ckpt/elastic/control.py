@@ -80,13 +80,19 @@ class Agreement:
     direct: bool = False
 
 
-def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement:
-    """All-reduces the ranks' votes over the default process group.
+def agree(
+    vote: Vote,
+    device: torch.device,
+    num_micro_batches: int,
+    group: dist.ProcessGroup | None = None,
+) -> Agreement:
+    """All-reduces the ranks' votes.
 
     Args:
         vote: of this rank.
         device: that the process group reduces on.
         num_micro_batches: V, of the global batch.
+        group: to reduce over; None for the default one.
     """
     small = [
         vote.bad_losses,
@@ -102,7 +108,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
     tensor = torch.tensor(
         [*map(float, small), *map(float, limbs)], dtype=torch.float64, device=device
     )
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     bad, tokens, busy, save, report, trouble, direct, *sums = map(int, tensor.tolist())
     pieces = [sums[i : i + _LIMBS] for i in range(0, len(sums), _LIMBS)]
     loss, digest, rng_digest = (sum(x << (16 * i) for i, x in enumerate(p)) & _MASK for p in pieces)

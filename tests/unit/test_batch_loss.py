@@ -101,7 +101,7 @@ def test_a_loss_that_is_overwritten_by_the_next_pass_was_seen() -> None:
 def test_the_generator_is_looked_at_after_each_pass_whoever_makes_it() -> None:
     def digest(numbers: range) -> int:
         batch = batch_of(4)
-        batch._micro_steps = [batch._passes[number] for number in numbers]
+        batch._micro_steps = [batch._micro_steps[number] for number in numbers]
         for micro in batch:
             torch.manual_seed(micro.source.index)
             torch.rand(micro.source.index + 1)

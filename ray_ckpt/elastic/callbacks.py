@@ -12,12 +12,11 @@ import time
 import uuid
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 from ray.train import UserCallback
 
-from ray_ckpt.elastic import sigterm
 from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
+from ray_ckpt.elastic.hearing import hear_sigterm
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.ray_private import ControllerCallback, WorkerGroupCallback, refresh_reservations
@@ -25,7 +24,6 @@ from ray_ckpt.tracker.client import RayTracker
 
 logger = logging.getLogger(__name__)
 
-LISTEN_S = 30.0
 HOLD_S = 60.0  # Ray tears a group down within seconds; a resize that does not come must not stop training
 
 
@@ -85,24 +83,12 @@ class GroupWatch(WorkerGroupCallback):
         workers = list(worker_group.get_workers())
         self._group.start(workers)
         took = self._group.marks.group_up()
-        _listen(workers)
+        hear_sigterm(workers)
         try:
             RayTracker(self._group.run).call("group_started", world_size=len(workers), **took)
         except (RayCkptError, RayError) as error:
             # Training does not depend on it; the ledger will not know this start's phases.
             logger.warning("how long the workers took to start is not on record: %s", error)
-
-
-def _listen(workers: list[Any]) -> None:
-    """Has the workers notice SIGTERM: the training function is not in their main thread, where that is possible."""
-    try:
-        heard = ray.get(
-            [worker.execute_async(sigterm.listen) for worker in workers], timeout=LISTEN_S
-        )
-    except RayError as error:
-        heard = [error]
-    if not all(each is True for each in heard):
-        logger.warning("SIGTERM of a worker's process will end it at once: %s", heard)
 
 
 class WorkerErrors(UserCallback):

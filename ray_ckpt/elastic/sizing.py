@@ -89,8 +89,13 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
         return usable(possible, self._sizes, self._micro_batches)
 
     def _possible(self, reserved: Mapping[str, Any]) -> int:
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return int(super()._count_possible_workers(staying(reserved, living, draining_nodes())))
+        try:
+            living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            reserved = staying(reserved, living, draining_nodes())
+        except Exception:
+            # What is raised in a policy ends the run; a count that is 20 s old costs one start in vain.
+            logger.warning("the cluster could not be asked which nodes stay", exc_info=True)
+        return int(super()._count_possible_workers(reserved))
 
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any

@@ -141,7 +141,11 @@ class TrackerCore:
             keeper=self._keeper,
             clock=clock,
         )
-        known = {"options": options, "record": self._record, "standing": self._standing}
+        known: dict[str, Any] = {
+            "options": options,
+            "record": self._record,
+            "standing": self._standing,
+        }
         self._departures = Departures(**known, pace=self._pace, places=self._places, clock=clock)
         self._resizes = Resizes(**known, pace=self._pace, clock=clock, monotonic=monotonic)
         self._restores = Restores(

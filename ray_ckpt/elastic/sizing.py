@@ -120,7 +120,7 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
 
     def _decide(self, possible: int, workers: int) -> int:
         try:
-            resizing = RayTracker(self._run).call("resize", possible=possible)
+            resizing = RayTracker(self._run).call("resize", possible=possible, workers=workers)
         except (RayCkptError, RayError) as error:
             logger.warning("the tracker could not be asked about %d workers: %s", possible, error)
             return workers

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Why = Literal[
-    "grow", "shrink", "same", "leaving", "settling", "cooldown", "save_due", "gain", "cost", "end"
+    "grow",
+    "shrink",
+    "same",
+    "starting",
+    "leaving",
+    "settling",
+    "cooldown",
+    "save_due",
+    "gain",
+    "cost",
+    "end",
 ]
 
 # A save that is due within this time is waited for, seconds; never longer than half an interval.
@@ -58,6 +68,7 @@ class Moment:
         still_s: how long the cluster has offered the same.
         since_growth_s: since the run last grew; None when it has not.
         leaves: whether a node of the run will be taken away.
+        begun: whether the workers train: a group that starts is not restarted before it has begun.
     """
 
     workers: int
@@ -70,6 +81,7 @@ class Moment:
     still_s: float
     since_growth_s: float | None
     leaves: bool = False
+    begun: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +136,8 @@ def decide_resize(possible: int, moment: Moment, rules: ResizeRules) -> Resizing
             "same",
             f"{now} workers are as many as the run uses of the {possible} that it could have",
         )
+    if not moment.begun:
+        return stay("starting", f"{now} workers start, and there is room for {possible}")
     if moment.leaves:
         return stay(
             "leaving", "a node of the run will be taken away: the restart after that takes them in"

@@ -412,13 +412,14 @@ class TrackerCore:
         self._fence.check(generation)
         return self._departures.obstacle(generation, step)
 
-    def resize(self, possible: int) -> Resizing:
+    def resize(self, possible: int, workers: int) -> Resizing:
         """Decides whether the run takes the workers that the cluster has room for.
 
         Args:
             possible: how many there could be in all.
+            workers: how many there are.
         """
-        return self._resizes.decide(possible, leaves=self._departures.pending)
+        return self._resizes.decide(possible, workers, leaves=self._departures.pending)
 
     # ---- keeping --------------------------------------------------------------------------------
 

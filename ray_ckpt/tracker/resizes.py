@@ -42,17 +42,24 @@ class Resizes:
         self._offer: tuple[int, float] | None = None  # workers that there is room for, since when
         self._told: tuple[int, int, str] | None = None
 
-    def decide(self, possible: int, *, leaves: bool) -> Resizing:
+    def decide(self, possible: int, workers: int, *, leaves: bool) -> Resizing:
         """Decides for an offer of the cluster; what differs from the last decision is put on record.
 
         Args:
             possible: workers that there is room for.
+            workers: of the present group, whose attempt may not have begun yet.
             leaves: whether a node of the run will be taken away.
         """
         now_s = self._monotonic()
         if self._offer is None or self._offer[0] != possible:
             self._offer = possible, now_s
-        moment = replace(self._moment(possible, now_s - self._offer[1]), leaves=leaves)
+        begun = self._memory.attempt_open and self._memory.world_size == workers
+        moment = replace(
+            self._moment(possible, now_s - self._offer[1]),
+            workers=workers,
+            begun=begun,
+            leaves=leaves,
+        )
         resizing = decide_resize(possible, moment, self._options.resize)
         key = (self._memory.generation, possible, resizing.why)
         if resizing.why != "same" and key != self._told:

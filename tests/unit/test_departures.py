@@ -156,6 +156,7 @@ def test_a_terminated_worker_is_a_planned_end_from_the_first_word_on(run: Run) -
     run.begin()
     [end] = run.journal("interruption")
     assert (end["kind"], end["lost_steps"]) == ("preempted", 0)
+    assert run.core.memory.failures == 0
 
 
 def test_a_tracker_that_died_goes_by_the_order_on_record(run: Run) -> None:
@@ -218,7 +219,7 @@ def test_an_offer_is_taken_when_it_has_been_still_and_put_on_record_once(tmp_pat
     seen = []
     for second, possible in enumerate([2, 3, 4, 4, 4, 4, 4]):
         now[0] = float(second)
-        seen.append(run.core.resize(possible).workers)
+        seen.append(run.core.resize(possible, 2).workers)
     assert seen == [2, 2, 2, 2, 2, 4, 4], "one restart, for both nodes"
     assert [(line["possible"], line["why"]) for line in run.journal("resize_decision")] == [
         (3, "settling"),
@@ -226,16 +227,17 @@ def test_an_offer_is_taken_when_it_has_been_still_and_put_on_record_once(tmp_pat
         (4, "grow"),
     ]
     run.core.interruption("resize", "room for 4", group="g1")
+    assert run.core.resize(8, 4).why == "starting", "a group is not restarted before it has begun"
     run.begin(workers=4)
     now[0] = 100.0
-    run.core.resize(8)
+    run.core.resize(8, 4)
     now[0] = 104.0
-    assert run.core.resize(8).why == "cooldown"
+    assert run.core.resize(8, 4).why == "cooldown"
     run.clock.now += 100.0
-    assert run.core.resize(8).why == "grow"
-    assert run.core.resize(1).workers == 1, "becoming smaller waits for nothing"
+    assert run.core.resize(8, 4).why == "grow"
+    assert run.core.resize(1, 4).workers == 1, "becoming smaller waits for nothing"
     drain(run, 600.0)
-    assert run.core.resize(8).why == "leaving"
+    assert run.core.resize(8, 4).why == "leaving"
 
 
 def test_a_start_that_took_long_makes_a_run_think_twice(tmp_path: Path) -> None:
@@ -246,5 +248,5 @@ def test_a_start_that_took_long_makes_a_run_think_twice(tmp_path: Path) -> None:
     run.begin(workers=2)
     run.train(10)
     assert run.core.memory.starts_s[-1][1] == pytest.approx(501.0, abs=2.0)
-    assert run.core.resize(4).why == "cost"
+    assert run.core.resize(4, 2).why == "cost"
     assert run.fold().starts_s == run.core.memory.starts_s

@@ -104,6 +104,7 @@ def test_with_a_gain_of_0_only_the_moment_counts(
         (4, {"restart_s": 49.0, "mtbf_s": 100.0}, "grow", "4 workers"),
         (4, {"steps_left": 30}, "end", "30 steps are left"),
         (4, {"steps_left": 31}, "grow", "4 workers"),
+        (4, {"begun": False}, "starting", "2 workers start"),
         (4, {"leaves": True}, "leaving", "the restart after that takes them in"),
     ],
 )

@@ -43,7 +43,7 @@ class Cluster:
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": n, "Alive": n in self.living} for n in ("a", "b", "c", "d", "e")]
 
-    def call(self, method: str, *, possible: int) -> Resizing:
+    def call(self, method: str, *, possible: int, workers: int) -> Resizing:
         assert method == "resize"
         self.asked.append(possible)
         if self.answer is None:

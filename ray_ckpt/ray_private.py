@@ -86,7 +86,9 @@ def _elastic_policy() -> Any:
 _POLICY_METHODS = (
     "_count_possible_workers",
     "_get_reserved_resources",
+    "_get_num_workers_for_resource_request",
     "_get_resize_decision",
+    "_send_resource_request",
     "_maybe_send_resource_request",
     "make_decision_for_running_worker_group",
 )

@@ -35,6 +35,12 @@ def staying(
     }
 
 
+def room(resources: Mapping[str, float], per_worker: Mapping[str, float]) -> int:
+    """For how many workers a node has room."""
+    needs = {name: amount for name, amount in per_worker.items() if amount > 0}
+    return min((int(resources.get(name, 0.0) // need) for name, need in needs.items()), default=0)
+
+
 class Looks:
     """When to look at what the cluster offers.
 
@@ -83,10 +89,34 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
         super().__init__(scaling_config)
         self._run, self._sizes, self._micro_batches = run, sizes, micro_batches
         self._looks = Looks(check_s)
+        self._going: frozenset[str] = frozenset()  # nodes that are drained
+        self._room_there = 0
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         possible = self._possible(reserved_resources)
         return usable(possible, self._sizes, self._micro_batches)
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        # What is reserved is as much as is asked for. Of that a part is on nodes that go: so much more is asked for,
+        # and where there are spare nodes the next group is as large as this one.
+        return int(super()._get_num_workers_for_resource_request()) + self._room_there
+
+    def _look_who_goes(self) -> None:
+        try:
+            going = frozenset(draining_nodes())
+            if going == self._going:
+                return
+            per_worker = self.scaling_config._resources_per_worker_not_none
+            self._room_there = sum(
+                room(node["Resources"], per_worker)
+                for node in ray.nodes()
+                if node["NodeID"] in going and node["Alive"]
+            )
+            self._going = going
+        except Exception:
+            logger.warning("the cluster could not be asked which nodes go", exc_info=True)
+            return
+        self._send_resource_request()
 
     def _possible(self, reserved: Mapping[str, Any]) -> int:
         try:
@@ -100,6 +130,7 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any
     ) -> Any:
+        self._look_who_goes()
         self._maybe_send_resource_request()
         now = time.monotonic()
         if not self._looks.due(now, worker_group_state.start_time):
@@ -112,7 +143,7 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
         if possible <= workers:
             # A group on a node that is dead ends by its errors, and one on a node that is drained when it is time:
             # here it becomes smaller only where its resources were given to others.
-            possible = int(super()._count_possible_workers(reserved))
+            possible = min(workers, int(super()._count_possible_workers(reserved)))
         if possible < self.scaling_config.min_workers:
             return NoopDecision()
         size = self._decide(possible, workers)

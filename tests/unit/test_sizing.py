@@ -11,7 +11,7 @@ from ray.train import ScalingConfig
 from ray_ckpt import ray_private
 from ray_ckpt.elastic import sizing
 from ray_ckpt.elastic.drains import DrainWatch
-from ray_ckpt.elastic.sizing import Looks, Sizing
+from ray_ckpt.elastic.sizing import Looks, Sizing, room
 from ray_ckpt.errors import StorageError
 from ray_ckpt.policy.resize import Resizing
 from ray_ckpt.ray_private import NoopDecision, draining_nodes, set_scaling_policy
@@ -33,7 +33,13 @@ class Cluster:
         monkeypatch.setattr(sizing, "draining_nodes", lambda: dict.fromkeys(self.draining))
         monkeypatch.setattr(sizing, "RayTracker", lambda run: self)
         monkeypatch.setattr(sizing.time, "monotonic", lambda: self.now)
+        self.requests: list[int] = []
         monkeypatch.setattr(self.policy, "_maybe_send_resource_request", lambda: None)
+        monkeypatch.setattr(
+            self.policy,
+            "_send_resource_request",
+            lambda: self.requests.append(self.policy._get_num_workers_for_resource_request()),
+        )
         monkeypatch.setattr(
             self.policy,
             "_get_reserved_resources",
@@ -41,7 +47,10 @@ class Cluster:
         )
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"NodeID": n, "Alive": n in self.living} for n in ("a", "b", "c", "d", "e")]
+        return [
+            {"NodeID": node, "Alive": node in self.living, "Resources": {"CPU": 2.0}}
+            for node in ("a", "b", "c", "d", "e")
+        ]
 
     def call(self, method: str, *, possible: int, workers: int) -> Resizing:
         assert method == "resize"
@@ -91,14 +100,35 @@ def test_growing_is_asked_for_and_becoming_smaller_is_left_to_the_end_of_the_gro
     cluster.now += 20.0
     cluster.answer = 6
     cluster.draining = {"b"}
+    cluster.reserved = cluster.living = ["a", "b", "c", "d"]
     assert cluster.running(6) is None, "the workers on it leave when it is time"
+    assert cluster.asked[-1] == 6, "nor does room on it make up for what is elsewhere"
     cluster.now += 20.0
     cluster.draining, cluster.living = set(), ["a", "c"]
+    cluster.reserved = ["a", "b", "c"]
     assert cluster.running(6) is None, "a group on a dead node fails by itself"
     cluster.now += 20.0
     cluster.reserved, cluster.answer = ["a"], 2
     assert cluster.running(6) == 2, "others got the resources"
     assert cluster.asked[2:] == [6, 6, 2]
+
+
+def test_room_on_nodes_that_go_is_asked_for_elsewhere(cluster: Cluster) -> None:
+    assert cluster.running(4) is None
+    assert cluster.requests == []
+    cluster.draining = {"b", "gone for long"}
+    assert cluster.running(4) is None
+    assert cluster.running(4) is None
+    assert cluster.requests == [9 + 2], "once, and for two more than the most workers"
+    cluster.draining = set()
+    assert cluster.running(4) is None
+    assert cluster.requests == [11, 9]
+
+
+def test_a_worker_that_needs_what_a_node_lacks_has_no_room_there() -> None:
+    assert room({"CPU": 8.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}) == 2
+    assert room({"CPU": 8.0}, {"CPU": 3.0, "GPU": 1.0}) == 0
+    assert room({"CPU": 8.0}, {"CPU": 0.0}) == 0
 
 
 def test_a_tracker_that_does_not_answer_changes_nothing(cluster: Cluster) -> None:

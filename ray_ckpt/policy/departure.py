@@ -12,7 +12,7 @@ from typing import Literal
 
 Action = Literal["wait", "save", "leave"]
 
-# How long an order is on its way from the tracker to rank 0, which asks about once a second, seconds.
+# How long an order is on its way from the tracker to rank 0, which asks twice a second within a long step, seconds.
 ORDER_S = 1.5
 
 

@@ -13,7 +13,7 @@ from ray_ckpt.tracker.steward import Steward
 
 logger = logging.getLogger(__name__)
 
-FRESH_S = 1.0
+FRESH_S = 0.5  # and as long until the answer is looked at: see ORDER_S of ray_ckpt.policy.departure
 
 
 class Listener:

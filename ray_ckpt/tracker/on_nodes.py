@@ -205,6 +205,12 @@ class OnNodes:
         self.desk.advance()  # replicas may have arrived
         return "" if self.desk.outlives(name, gone) else self.durable(name)
 
+    def ask_read_back(self) -> None:
+        self.desk.ask_read_back()
+
+    def read_back(self) -> list[dict[str, Any]]:
+        return self.desk.read_back()
+
     def advance(self) -> None:
         self.desk.advance()
         self._keeper.advance()

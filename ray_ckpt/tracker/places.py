@@ -106,6 +106,14 @@ class Places(Protocol):
         """
         ...
 
+    def ask_read_back(self) -> None:
+        """Has the nodes read all that they hold."""
+        ...
+
+    def read_back(self) -> list[dict[str, Any]]:
+        """What came of it so far, a row for each checkpoint in each tier on the nodes."""
+        ...
+
     def advance(self) -> None:
         """Takes on record what was done aside, and begins what is due; neither waits nor raises."""
         ...
@@ -203,6 +211,12 @@ class InFolder:
 
     def survives(self, name: str, gone: Set[str]) -> str:
         return self.durable(name)
+
+    def ask_read_back(self) -> None:
+        pass
+
+    def read_back(self) -> list[dict[str, Any]]:
+        return []
 
     def advance(self) -> None:
         self._keeper.advance()

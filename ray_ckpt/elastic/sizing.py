@@ -17,7 +17,12 @@ from ray.exceptions import RayError
 
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.policy.resize import usable
-from ray_ckpt.ray_private import ElasticScalingPolicy, NoopDecision, draining_nodes
+from ray_ckpt.ray_private import (
+    ElasticScalingPolicy,
+    NoopDecision,
+    draining_nodes,
+    refresh_reservations,
+)
 from ray_ckpt.tracker.client import RayTracker
 
 logger = logging.getLogger(__name__)
@@ -89,7 +94,8 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
         super().__init__(scaling_config)
         self._run, self._sizes, self._micro_batches = run, sizes, micro_batches
         self._looks = Looks(check_s)
-        self._going: frozenset[str] = frozenset()  # nodes that are drained
+        self._living: frozenset[str] = frozenset()  # nodes, at the last look
+        self._going: frozenset[str] = frozenset()  # those that are drained
         self._room_there = 0
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
@@ -100,6 +106,15 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
         # What is reserved is as much as is asked for. Of that a part is on nodes that go: so much more is asked for,
         # and where there are spare nodes the next group is as large as this one.
         return int(super()._get_num_workers_for_resource_request()) + self._room_there
+
+    def _nodes_changed(self) -> bool:
+        try:
+            living = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        except Exception:
+            logger.warning("the cluster could not be asked for its nodes", exc_info=True)
+            return False
+        before, self._living = self._living, living
+        return before not in (frozenset(), living)
 
     def _look_who_goes(self) -> None:
         try:
@@ -135,6 +150,8 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
         now = time.monotonic()
         if not self._looks.due(now, worker_group_state.start_time):
             return NoopDecision()
+        if self._nodes_changed():
+            refresh_reservations()  # or a new node would be seen up to 20 s late
         reserved = self._get_reserved_resources()
         if reserved is None:
             return NoopDecision()

@@ -34,6 +34,8 @@ class Cluster:
         monkeypatch.setattr(sizing, "RayTracker", lambda run: self)
         monkeypatch.setattr(sizing.time, "monotonic", lambda: self.now)
         self.requests: list[int] = []
+        self.refreshed = 0
+        monkeypatch.setattr(sizing, "refresh_reservations", self.refresh)
         monkeypatch.setattr(self.policy, "_maybe_send_resource_request", lambda: None)
         monkeypatch.setattr(
             self.policy,
@@ -45,6 +47,9 @@ class Cluster:
             "_get_reserved_resources",
             lambda: {node: {"CPU": 2.0} for node in self.reserved},
         )
+
+    def refresh(self) -> None:
+        self.refreshed += 1
 
     def nodes(self) -> list[dict[str, Any]]:
         return [
@@ -111,6 +116,19 @@ def test_growing_is_asked_for_and_becoming_smaller_is_left_to_the_end_of_the_gro
     cluster.reserved, cluster.answer = ["a"], 2
     assert cluster.running(6) == 2, "others got the resources"
     assert cluster.asked[2:] == [6, 6, 2]
+
+
+def test_a_new_node_is_seen_at_the_next_look(cluster: Cluster) -> None:
+    cluster.now, cluster.answer = 20.0, 4
+    assert cluster.running(4) is None
+    cluster.now += 20.0
+    cluster.living = ["a", "b", "c"]
+    assert cluster.refreshed == 0
+    assert cluster.running(4) is None
+    assert cluster.refreshed == 1
+    cluster.now += 20.0
+    assert cluster.running(4) is None
+    assert cluster.refreshed == 1
 
 
 def test_room_on_nodes_that_go_is_asked_for_elsewhere(cluster: Cluster) -> None:

@@ -22,7 +22,7 @@ from ray_ckpt.view.summary import surviving_steps
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, BATCH = 500, 16
+STEPS, BATCH = 260, 32
 NOTICE_S = 8.0
 
 

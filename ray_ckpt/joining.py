@@ -16,7 +16,7 @@ from ray_ckpt.clocks import submitted
 from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import check_run, tracker_options
-from ray_ckpt.ray_private import quiet_reports
+from ray_ckpt.ray_private import quiet_reports, short_leaving
 from ray_ckpt.session import Session
 from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.core import TrackerCore
@@ -57,6 +57,7 @@ def attach(config: Config) -> Session:
     if not ray.is_initialized():
         return _attach_alone(config)
     quiet_reports()
+    short_leaving()
     context = ray.train.get_context()
     rank = context.get_world_rank()
     nodes: list[Any] = [None] * context.get_world_size()

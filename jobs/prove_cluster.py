@@ -50,7 +50,9 @@ def run_on_cluster(config: Any, train: Callable[[Any], None], script: Script, fa
     run_dir = config.run_dir
     gates = run_dir / "gates"
     gates.mkdir(parents=True)
-    config = replace(config, elastic=ElasticConfig(resize_check_s=3.0))
+    config = replace(
+        config, elastic=ElasticConfig(resize_check_s=3.0, min_gain=0.0, cooldown_s=0.0)
+    )
     plan = run_dir / "proof.plan"
     plan.write_bytes(cloudpickle.dumps((config, str(gates), fault)))
     for phase, end in zip(script.phases, script.ends, strict=True):

@@ -16,7 +16,7 @@ from ray_ckpt.clocks import submitted
 from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import check_run, tracker_options
-from ray_ckpt.ray_private import quiet_reports
+from ray_ckpt.ray_private import quiet_reports, short_leaving
 from ray_ckpt.session import Session
 from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.core import TrackerCore
@@ -75,6 +75,7 @@ def attach(config: Config) -> Session:
     except RuntimeError:
         return _attach_alone(config)  # this program uses Ray for something else, or is the driver
     quiet_reports()
+    short_leaving()
     rank = context.get_world_rank()
     nodes: list[Any] = [None] * context.get_world_size()
     node = ray.get_runtime_context().get_node_id()

@@ -119,11 +119,12 @@ class Saving:
         self._present = progress, self._steward.last_record, validated
         self._direct = direct
         hold_s = self._steward.saving(progress.step)
+        self._request = self._steward.answered
         self._saver.save(progress.step, self._full_state, self._run_dir if direct else None)
         return hold_s
 
     def hold(self, seconds: float, told: Callable[[bool], bool]) -> None:
-        """All ranks wait for the end of the attempt; they go on when it does not come.
+        """All ranks wait for the end of the attempt, or an order to leave; they go on when neither comes.
 
         Rank 0 says every moment that it still waits: the others do not take it for one that is gone.
 
@@ -132,7 +133,11 @@ class Saving:
             told: gives every rank what rank 0 says.
         """
         deadline = time.monotonic() + seconds
-        while told(time.monotonic() < deadline and (self._saver.busy or not self._steward.asked)):
+        steward = self._steward
+        while told(
+            time.monotonic() < deadline
+            and (self._saver.busy or not (steward.asked or steward.leave is not None))
+        ):
             time.sleep(0.05)
             if not self._saver.busy:
                 self._steward.exchange(flush=True)
@@ -179,6 +184,7 @@ class Saving:
             "files": [asdict(entry) for entry in result.files],
             "places": result.places,
             "direct": self._direct,
+            "request": self._request,
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,

@@ -34,7 +34,8 @@ from ray_ckpt.batch import Batch, MicroStep, passes_of
 from ray_ckpt.config import Config
 from ray_ckpt.data.feed import Feed, MicroBatch, Transform
 from ray_ckpt.data.own import MakeLoader
-from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
+from ray_ckpt.elastic import sigterm
+from ray_ckpt.elastic.control import Agreement, Vote, agree, agree_to_leave, digest_samples
 from ray_ckpt.elastic.parallel import pads
 from ray_ckpt.ending import Ending
 from ray_ckpt.errors import StateError
@@ -47,6 +48,7 @@ from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.step_record import step_record
 from ray_ckpt.tracker.client import TrackerClient
+from ray_ckpt.tracker.listener import Listener
 from ray_ckpt.tracker.records import Attempt
 from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.usage import Usage
@@ -167,7 +169,10 @@ class Session(ModelSession):
             watch=self._watch,
             saving=self._saving,
             skips=attempt.skips,
+            node=self._node,
         )
+        self._listener = Listener(self._steward) if self._talk.tracker is not None else None
+        sigterm.listen()  # below Ray Train the main thread has done so (elastic/callbacks.py)
         self._usage = Usage(state, self.config.steps)
         self._seen = time.monotonic()
 
@@ -232,6 +237,7 @@ class Session(ModelSession):
             OutOfStepError: other ranks did not come within ``--saving.timeout-s``, or are gone.
             NonfiniteError: the run is no longer finite, and stops (``--guard.on-nonfinite``).
             RollbackError: the same, and the next attempt begins at a checkpoint from before.
+            LeavingError: a node or a worker will be taken away, and this step is safe: the attempt ends.
         """
         state, batch = self._restored(), self._batch
         if batch is None:
@@ -251,6 +257,7 @@ class Session(ModelSession):
         self, state: TrainState, batch: Batch, step: int, lr: float, grad_norm: float | None
     ) -> Agreement:
         loss, bad_losses = batch.loss
+        wants_leave, unsaved = self._wants_leave()
         agreement = agree(
             Vote(
                 loss=loss,
@@ -263,6 +270,9 @@ class Session(ModelSession):
                 rng_digest=batch.rng_digest,
                 trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
                 wants_direct=self._saving.bypasses(),
+                wants_leave=wants_leave,
+                unsaved=unsaved,
+                wants_hold=self._steward.holds,
             ),
             self.device,
             self.plan.num_micro_batches,
@@ -298,15 +308,39 @@ class Session(ModelSession):
         hold_s = self._saving.save(direct=agreement.direct) if agreement.save else 0.0
         if self._watch.must_end(agreement):
             self._ending.trouble()
+        if agreement.leave and step < self.config.steps:  # a run that is complete ends anyway
+            self._leave(agreement.unsaved)
         if agreement.report:
             self._saving.report()
         self._steward.exchange(flush=False)
         self._saving.tell_durable(self._steward.durable_step)
-        if agreement.save and self._talk.told(hold_s > 0):
-            self._saving.hold(hold_s, self._talk.told)
+        if agreement.save and agreement.hold:
+            self._hold(hold_s)
         self._usage.step_ended(step)
         self._seen = time.monotonic()
         return agreement
+
+    def pause_point(self) -> None:
+        """Lets the attempt end between two steps, as it may at the end of one; costs a small all-reduce.
+
+        Long work between steps (an evaluation, say) calls it now and then, on every rank equally often: the time
+        from a notice to the end of a node may be shorter than that work.
+
+        Raises:
+            LeavingError: a node or a worker will be taken away, and the last step is safe: the attempt ends.
+        """
+        self._restored()
+        if self._batch is not None:
+            raise RuntimeError("pause_point() within a step: call it after step_end()")
+        wants_leave, unsaved = self._wants_leave()
+        step = self.progress.step
+        with self._roll.during(f"pause_point() after step {step}"):
+            leave, unsaved = agree_to_leave(
+                wants_leave=wants_leave, unsaved=unsaved, group=self._words
+            )
+            if leave:
+                # Without a step there is nothing that is not safe already.
+                self._leave(unsaved or step < self._first_step)
 
     def close(self) -> None:
         """Ends the attempt; a run that reached its last step is committed there and marked as finished.
@@ -327,8 +361,27 @@ class Session(ModelSession):
         with self._roll.during(f"close() after step {step}"):
             dist.barrier(group=self._words)  # rank 0 would end alone, and nobody know
             self._ending.close()
+        sigterm.ignore()
+        if self._listener is not None:
+            self._listener.close()
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _wants_leave(self) -> tuple[bool, bool]:
+        """Whether this rank wants the attempt to end, and without a save."""
+        leave = self._steward.leave
+        wants = sigterm.terminated() or leave is not None
+        return wants, leave is not None and not leave.saves
+
+    def _hold(self, seconds: float) -> None:
+        """Stands still at this step: what is made after the save would be lost with the attempt."""
+        self._saving.hold(seconds, self._talk.told)
+        leave = self._steward.leave  # on rank 0
+        if self._talk.told(leave is not None):
+            self._leave(self._talk.told(leave is not None and not leave.saves))
+
+    def _leave(self, unsaved: bool) -> None:
+        self._ending.leave(terminated=sigterm.terminated(), unsaved=unsaved)
 
     def _restored(self) -> TrainState:
         if self._state is None:

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.train import UserCallback
 
 from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
+from ray_ckpt.elastic.hearing import hear_sigterm
 from ray_ckpt.elastic.silent_nodes import wait_for_silent
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
@@ -84,6 +85,7 @@ class GroupWatch(WorkerGroupCallback):
         workers = list(worker_group.get_workers())
         self._group.start(workers)
         took = self._group.marks.group_up()
+        hear_sigterm(workers)
         try:
             RayTracker(self._group.run).call("group_started", world_size=len(workers), **took)
         except (RayCkptError, RayError) as error:
@@ -160,11 +162,11 @@ class ControllerDecisions(ControllerCallback):
         self._group.forget()
 
     def _save_first(self, tracker: RayTracker, workers: int) -> None:
-        before = tracker.call("status")["saves_settled"]
-        tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
+        # A save that is under way already is of a step before this one: it is not the one that is waited for.
+        number = tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
         deadline = time.monotonic() + self._save_timeout_s
         while time.monotonic() < deadline:
-            if tracker.call("status")["saves_settled"] > before:
+            if tracker.call("status")["settled_request"] >= number:
                 return
             time.sleep(0.05)
         logger.warning(

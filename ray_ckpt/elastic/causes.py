@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from ray_ckpt.errors import (
+    LeavingError,
     OutOfStepError,
     RayCkptError,
     RollbackError,
@@ -74,9 +75,20 @@ def dead_nodes(workers: Sequence[Any]) -> dict[int, str]:
     for rank, worker in enumerate(workers):
         node = nodes.get(worker.metadata.node_id)
         if node is None or not node["Alive"]:
-            label = (node or {}).get("Labels", {}).get("ray_ckpt.io/node")
-            found[rank] = label or worker.metadata.node_ip
+            found[rank] = _name(node or {}) or worker.metadata.node_ip
     return found
+
+
+def node_names() -> dict[str, str]:
+    """Node to what people call it, for all nodes of the cluster."""
+    return {
+        node["NodeID"]: _name(node) or node.get("NodeManagerAddress") or node["NodeID"][:12]
+        for node in ray.nodes()
+    }
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return str((node.get("Labels") or {}).get("ray_ckpt.io/node", ""))
 
 
 def find_cause(errors: Mapping[int, Exception], nodes: Mapping[int, str]) -> Cause:
@@ -114,7 +126,7 @@ def is_echo(error: BaseException) -> bool:
 def _is_ours(error: BaseException) -> bool:
     # A rank that nobody heard of may have been frozen, or its node slow: the next attempt may do.
     return isinstance(error, RayCkptError) and not isinstance(
-        error, StaleGenerationError | RollbackError | OutOfStepError
+        error, StaleGenerationError | RollbackError | LeavingError | OutOfStepError
     )
 
 

@@ -20,8 +20,11 @@ from ray_ckpt.tracker.rollback import Course
 # More than anybody's band needs.
 RECENT_NORMS = 64
 
+# Enough for a line over the number of workers, few enough to follow a cluster that changes.
+RECENT_STARTS = 8
+
 # Interruptions that somebody wanted: they say nothing about how often the job fails.
-PLANNED = frozenset({"resize", "drain", "user_stop"})
+PLANNED = frozenset({"resize", "drain", "preempted", "user_stop"})
 
 
 @dataclass(kw_only=True)
@@ -60,8 +63,13 @@ class RunMemory(CheckpointMemory):
         last_group: worker group whose end was told last, empty when it was not named.
         last_end: how that was, in words.
         save_requests: number of the newest request for a save, 0 before the first.
+        settled_request: number of the newest request whose save was committed or refused, 0 before the first.
         stop_request: why somebody wants the present job to end, empty when nobody does.
         hold_s: how long the workers wait after the save of that request, seconds.
+        leave: the event that says that the newest attempt is to end, None while it is not.
+        started: the newest worker group that came up: the event, None once it has restored.
+        starts_s: workers and seconds of the last few starts, from asking for a group until it had restored.
+        grown_time: when an attempt last had more workers than the one before, seconds since the epoch.
         retention: the rules of retention on record, None before the first.
         refused: how many checkpoints the guard refused.
         refusals: of the newest attempt, by folder: the event.
@@ -104,8 +112,13 @@ class RunMemory(CheckpointMemory):
     last_group: str = ""
     last_end: str = ""
     save_requests: int = 0
+    settled_request: int = 0
     stop_request: str = ""
     hold_s: float = 0.0
+    leave: dict[str, Any] | None = None
+    started: dict[str, Any] | None = None
+    starts_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STARTS))
+    grown_time: float | None = None
     retention: dict[str, Any] | None = None
     refused: int = 0
     refusals: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -149,6 +162,8 @@ class RunMemory(CheckpointMemory):
 
     def apply(self, event: dict[str, Any]) -> None:
         """Takes one event of the journal."""
+        if event.get("event") == "group_started":
+            self.started = event
         if event.get("event") in ("tracker_started", "group_started"):
             return  # a run is as old as its first attempt, and no attempt began or ended here
         time = event.get("time")
@@ -171,15 +186,23 @@ class RunMemory(CheckpointMemory):
         self.finished_step = None
         self.committed.clear()
         self.refusals.clear()
-        self.trouble = None
+        self.trouble = self.leave = None
 
     def _on_attempt_started(self, event: dict[str, Any]) -> None:
         self._begin()
+        if 0 < self.world_size < int(event["world_size"]):
+            self.grown_time = float(event.get("time", 0.0))
         self.world_size = int(event["world_size"])
         self.nodes = tuple(dict.fromkeys(node for node in event.get("nodes", ()) if node))
         self.all_nodes |= dict.fromkeys(self.nodes)
 
     def _on_restored(self, event: dict[str, Any]) -> None:
+        if self.started is not None and "time" in event:
+            asked = float(self.started.get("time", 0.0)) - float(self.started["asked_ago_s"])
+            # Of two clocks, or of one that was set, the difference may be anything.
+            took_s = max(0.0, float(event["time"]) - asked)
+            self.starts_s.append((max(1, int(self.started["world_size"])), took_s))
+            self.started = None
         self.kept_step = self.last_save_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
         for tier, step in self.tier_steps.items():
@@ -196,7 +219,7 @@ class RunMemory(CheckpointMemory):
             self.fruitless = 0
         elif kind not in PLANNED:
             self.fruitless += 1
-        self.attempt_open = False
+        self.attempt_open, self.leave = False, None
         if kind in ("user_stop", "lost"):
             self.stop_request = ""  # that job has ended
         self.interruptions[kind] += 1
@@ -213,6 +236,9 @@ class RunMemory(CheckpointMemory):
         self.save_requests = max(self.save_requests, int(event["number"]))
         self.hold_s = float(event.get("hold_s", 0.0))
 
+    def _on_leave_requested(self, event: dict[str, Any]) -> None:
+        self.leave = event
+
     def _on_stop_requested(self, event: dict[str, Any]) -> None:
         self.stop_request = str(event["reason"])
 
@@ -221,6 +247,7 @@ class RunMemory(CheckpointMemory):
         self.commits += 1
         self.failed_in_a_row = 0
         self.last_commit_step = self.last_save_step = step
+        self.settled_request = max(self.settled_request, int(event.get("request", 0)))
         self.last_commit_name = str(event["name"])
         self.last_commit_time = float(event["time"])
         self.stalls_s.append(float(event["stall_s"]))
@@ -249,6 +276,7 @@ class RunMemory(CheckpointMemory):
         super()._on_quarantine(event)
         if event.get("by") == GUARD:
             self.refused += 1
+            self.settled_request = max(self.settled_request, int(event.get("request", 0)))
             self.refusals[str(event["name"])] = event
             self._take_norm(event)
 

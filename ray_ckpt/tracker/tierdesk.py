@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from ray_ckpt.checkpoint.listing import Listed
@@ -223,6 +223,10 @@ class TierDesk:
     def known(self, name: str) -> Manifest | None:
         """The manifest with which nodes have committed parts of a checkpoint, None when none has."""
         return self._book.known(name)
+
+    def outlives(self, name: str, gone: Set[str]) -> bool:
+        """Whether copies on other nodes than these give a checkpoint back whole."""
+        return self._book.outlives(name, gone)
 
     def set_aside(self, manifest: Manifest, places: Mapping[str, Sequence[str]]) -> None:
         """Copies what must not be committed to where it is kept as evidence; then it goes from the nodes."""

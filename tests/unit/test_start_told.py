@@ -39,6 +39,7 @@ class Controller:
         self.group = self.decisions._group
         self.group.marks = StartMarks(lambda: self.now)
         monkeypatch.setattr(callbacks, "RayTracker", lambda run: self)
+        monkeypatch.setattr(callbacks, "hear_sigterm", lambda workers: None)
         monkeypatch.setattr(callbacks.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(self.group, "cause", self.find)
 
@@ -50,7 +51,11 @@ class Controller:
         if self.is_deaf:
             raise StorageError("the tracker is gone")
         self.told.append((method, more))
-        return Verdict(go_on=True, reason="") if method == "interruption" else {"saves_settled": 0}
+        if method == "request_save":
+            return 1
+        return (
+            Verdict(go_on=True, reason="") if method == "interruption" else {"settled_request": 0}
+        )
 
     def look(self, times: int) -> None:
         """The controller finds no room for a group, each second."""

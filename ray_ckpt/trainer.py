@@ -206,6 +206,7 @@ def _fit(
     try:
         with Narrator(tracker, config.steps, config.log_every):
             fit_until_stopped(trainer.fit, tracker)
+        _check_finished(config)
         how = "finished"
     except Stopped as stopped:
         how = "stopped"
@@ -224,7 +225,6 @@ def _fit(
         with suppress(ray.exceptions.RayError):  # it may be gone
             ray.get(handle.ended.remote(how), timeout=_FAREWELL_S)
         ray.kill(handle)
-    _check_finished(config)
     print(summary(config.run_dir), flush=True)
     return 0
 

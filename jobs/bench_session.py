@@ -90,7 +90,7 @@ def _serve(config: Config, pipe: Connection) -> None:
     while True:
         try:
             ticket, method, kwargs = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         pipe.send((ticket, getattr(core, method)(**kwargs)))
 

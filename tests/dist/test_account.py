@@ -40,9 +40,22 @@ def run_dir(tmp_path: Path) -> Path:
 
     write("tracker_started", 0.0, boot="x", submitted_ago_s=2.0, generation=0)
     for generation, first in ((1, 1), (2, 6)):
-        write("group_started", 4.0, asked_ago_s=3.0, workers_ago_s=1.0, waited_s=0.0, generation=generation - 1)
+        write(
+            "group_started",
+            4.0,
+            asked_ago_s=3.0,
+            workers_ago_s=1.0,
+            waited_s=0.0,
+            generation=generation - 1,
+        )
         write("attempt_started", 1.0, generation=generation, world_size=2)
-        write("restored", 2.0, generation=generation, step=first - 1, worker_monotonic=clock["monotonic"] + 2.0)
+        write(
+            "restored",
+            2.0,
+            generation=generation,
+            step=first - 1,
+            worker_monotonic=clock["monotonic"] + 2.0,
+        )
         train(generation, first, first + 9)
         if generation == 1:
             write("interruption", 0.5, generation=1, kind="worker_error", step=10, lost_steps=5, group="a",

@@ -133,7 +133,8 @@ def story(inputs: list[dict[str, str]], expected: dict[int, set[str]]) -> dict[s
                 "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
                 "eval_time": f"{minute}m",
                 "exp_samples": [
-                    {"labels": f'{{alertname="RayCkpt{name}"}}', "value": 1} for name in sorted(names)
+                    {"labels": f'{{alertname="RayCkpt{name}"}}', "value": 1}
+                    for name in sorted(names)
                 ],
             }
             for minute, names in expected.items()
@@ -167,8 +168,13 @@ def test_prometheus_takes_the_rules() -> None:
 
 
 def test_each_alert_fires_when_it_should_and_no_other_does(tmp_path: Path) -> None:
-    passed(tmp_path, *(story(series(HEALTHY | changes), expected) for changes, expected in STORIES.values()))
-    told = {name for _, expected in STORIES.values() for names in expected.values() for name in names}
+    passed(
+        tmp_path,
+        *(story(series(HEALTHY | changes), expected) for changes, expected in STORIES.values()),
+    )
+    told = {
+        name for _, expected in STORIES.values() for names in expected.values() for name in names
+    }
     names = set(re.findall(r"alert: RayCkpt(\w+)", RULES.read_text()))
     assert told == names - {"RunGone"}, "an alert without a story"
 
@@ -222,7 +228,10 @@ def test_a_run_that_is_gone_is_told_unless_it_said_so(tmp_path: Path) -> None:
 
 def test_prometheus_understands_every_query_of_the_board(tmp_path: Path) -> None:
     rules = [
-        {"record": f"panel:{number}", "expr": re.sub(r"\$window", "1h", expr).replace("$run", "demo")}
+        {
+            "record": f"panel:{number}",
+            "expr": re.sub(r"\$window", "1h", expr).replace("$run", "demo"),
+        }
         for number, (where, expr) in enumerate(expressions())
         if not where.startswith("alert")
     ]

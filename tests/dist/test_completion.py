@@ -36,7 +36,11 @@ def test_a_script_is_valid_to_its_shell(scripts: Path, shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     done = subprocess.run(
-        [*CHECKS[shell], str(scripts / shell)], capture_output=True, text=True, timeout=30, check=False
+        [*CHECKS[shell], str(scripts / shell)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr

@@ -206,17 +206,13 @@ def test_more_tiers_waste_no_more_than_the_durable_one_alone(elastic: bool) -> N
     memory = TierCost(name="memory", stall_s=10.0, upload_s=5.0, restart_s=300.0)
     local = TierCost(name="local", stall_s=0.0, upload_s=60.0, restart_s=350.0)
     slow = replace(durable[0], stall_s=0.0)
-    two = replace(
-        alone, tiers=(memory, slow), needs={"worker_error": 0, "hang": 0, "node_loss": 0}
-    )
+    two = replace(alone, tiers=(memory, slow), needs={"worker_error": 0, "hang": 0, "node_loss": 0})
     three = replace(
         alone,
         tiers=(memory, local, slow),
         needs={"worker_error": 0, "hang": 0, "node_loss": 0, "lost": 1},
     )
-    wastes = [
-        play(Clairvoyant(where, LIMITS), where).waste.mean() for where in (three, two, alone)
-    ]
+    wastes = [play(Clairvoyant(where, LIMITS), where).waste.mean() for where in (three, two, alone)]
     assert wastes[0] <= 1.01 * wastes[1]
     assert wastes[1] < 0.9 * wastes[2]
 

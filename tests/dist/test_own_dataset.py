@@ -38,9 +38,7 @@ def train_own(rank: int, world: int, config: Any, stop_after: int | None = None)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     session.restore(ray_ckpt.TrainState(model=model, optimizer=optimizer))
     started = session.progress.step
-    for batch in session.batches(
-        loader=lambda sampler: DataLoader(images, batch_sampler=sampler)
-    ):
+    for batch in session.batches(loader=lambda sampler: DataLoader(images, batch_sampler=sampler)):
         for micro in batch:
             x, y = micro.data
             assert x.shape[0] == config.micro_batch
@@ -107,7 +105,9 @@ def begin_apart(rank: int, world: int, config: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_copies_that_begin_apart_begin_with_the_weights_of_rank_0(tmp_path: Path, exact: bool) -> None:
+def test_copies_that_begin_apart_begin_with_the_weights_of_rank_0(
+    tmp_path: Path, exact: bool
+) -> None:
     config = make_config(tmp_path, data=(), samples=70, exact=exact)
     first, second = run_world(begin_apart, 2, config)
     assert first == second

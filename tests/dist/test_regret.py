@@ -74,7 +74,6 @@ def test_a_belief_that_is_never_looked_at_again_costs_more_than_one_that_learns(
     prior = ScalePrior(job_mtbf_s=30 * 3600.0, per_1000_worker_days=0.0)
     online = Online(where, prior, LIMITS)
     learning, staying = (
-        run(policy, where, runs=40, wall_s=20 * DAY_S).waste.mean()
-        for policy in (online, stale)
+        run(policy, where, runs=40, wall_s=20 * DAY_S).waste.mean() for policy in (online, stale)
     )
     assert learning < 0.8 * staying

@@ -71,7 +71,9 @@ def test_checkpoints_alone_go_on_from_the_newest_that_is_whole(tmp_path, capsys)
     damaged = next(newest.folder.glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
     resumed = run_world(only_checkpoints, 3, str(folder), 99)
-    assert [result["first"] for result in resumed] == [4, 4, 4], "step 8 is damaged, and passed over"
+    assert [result["first"] for result in resumed] == [4, 4, 4], (
+        "step 8 is damaged, and passed over"
+    )
     assert all(result["weights"] == whole["weights"] for result in resumed)
     capsys.readouterr()
     assert main(["ls", str(folder)]) == 0
@@ -232,10 +234,14 @@ def adopted(rank: int, world: int, folder: str, words: str) -> dict[str, Any]:
     vars(ray_ckpt).update(Config=make_config, run=names["run"])
     exec(block_with(words), names)
     torch.distributed.barrier()
-    return {step: row["sample_digest"] for step, row in surviving_steps(found["config"].run_dir).items()}
+    return {
+        step: row["sample_digest"] for step, row in surviving_steps(found["config"].run_dir).items()
+    }
 
 
-@pytest.mark.parametrize("words", ["model = session.spread(build_model()", "session.spread(ResNet()"])
+@pytest.mark.parametrize(
+    "words", ["model = session.spread(build_model()", "session.spread(ResNet()"]
+)
 def test_a_training_function_as_the_readme_shows_it_trains_to_its_last_step(tmp_path, words):
     from worlds import make_data
 

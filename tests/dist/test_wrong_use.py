@@ -242,7 +242,9 @@ def test_a_close_that_was_forgotten_is_told_and_a_second_one_does_no_harm(tmp_pa
     make_data(tmp_path / "data", [20, 20, 20])
     ((told,),) = run_world(forgotten, 1, tmp_path, 0)
     assert "close() was not called after the last step 6" in told
-    with pytest.raises(RayCkptError, match=r"is of step 6 of 6\. It left the loop .* or did not call"):
+    with pytest.raises(
+        RayCkptError, match=r"is of step 6 of 6\. It left the loop .* or did not call"
+    ):
         _check_finished(config_in(tmp_path))  # what run() says when the training function has ended
     make_data(tmp_path / "other" / "data", [20, 20, 20])
     assert run_world(forgotten, 1, tmp_path / "other", 2) == [[]]
@@ -378,8 +380,12 @@ def test_what_cannot_be_sent_is_refused_before_a_worker_is_waited_for(tmp_path):
     base = make_config(tmp_path)
     values = {name: getattr(base, name) for name in ("storage", "data", "seq_len", "global_batch")}
     values |= {"micro_batch": base.micro_batch}
-    with pytest.raises(ConfigError, match=r"config\.lock cannot be sent to the workers \(TypeError"):
+    with pytest.raises(
+        ConfigError, match=r"config\.lock cannot be sent to the workers \(TypeError"
+    ):
         ray_ckpt.run(WithLock(**values), lambda config: None)
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match="the training function .* cannot be sent to the workers"):
+    with pytest.raises(
+        ConfigError, match=r"the training function .* cannot be sent to the workers"
+    ):
         ray_ckpt.run(Config(**values), lambda config: lock.acquire() and None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -37,18 +37,26 @@ class Averages:
         return 0.0
 
 
+class Nobody:
+    """No other rank is waited for."""
+
+    def during(self, call: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 def batch_of(count: int, rounds: int = 1, company: int = 0) -> Batch:
     rows = np.arange(2)
     passes = [
         MicroStep(
-            tokens=torch.zeros(2, 5, dtype=torch.int64),
+            data=torch.zeros(2, 5, dtype=torch.int64),
             company=number >= count,
             last=False,
             source=MicroBatch(index=number, tokens=rows, rows=rows, positions=rows),
         )
         for number in range(count + company)
     ]
-    return Batch(passes, Averages(rounds), lambda micro: None, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    return Batch(passes, Averages(rounds), lambda micro: None, cpu, Nobody(), step=1)
 
 
 def run(batch: Batch, losses: list[float]) -> tuple[int, int]:
@@ -93,7 +101,7 @@ def test_a_loss_that_is_overwritten_by_the_next_pass_was_seen() -> None:
 def test_the_generator_is_looked_at_after_each_pass_whoever_makes_it() -> None:
     def digest(numbers: range) -> int:
         batch = batch_of(4)
-        batch._passes = [batch._passes[number] for number in numbers]
+        batch._micro_steps = [batch._micro_steps[number] for number in numbers]
         for micro in batch:
             torch.manual_seed(micro.source.index)
             torch.rand(micro.source.index + 1)

@@ -58,6 +58,7 @@ class Departures:
         self._clock = clock
         self._drains: dict[str, Drain] = {}
         self._told: set[tuple[int, str, float | None]] = set()
+        self._left = 0  # newest attempt whose workers were let go
         self._terminated: set[str] = set()  # nodes with a worker of the attempt that got SIGTERM
 
     # ---- what is told ---------------------------------------------------------------------------
@@ -133,7 +134,12 @@ class Departures:
         name = checkpoint_name(step, generation)
         if name not in self._memory.committed:
             return f"step {step} is not committed"
-        return self._places.survives(name, going)
+        problem = self._places.survives(name, going)
+        if not problem and self._left != generation:
+            self._left = generation
+            # No step is made any more: whoever asked for a save has it.
+            self._record("left", step=step, request=self._memory.save_requests)
+        return problem
 
     def begin_attempt(self) -> None:
         """Another worker group: none of its processes was told to end."""

@@ -291,3 +291,17 @@ def test_a_run_that_stood_still_and_went_on_is_not_saved_any_more(run: Run) -> N
     leave = run.train(0).leave
     assert leave is not None
     assert not leave.saves
+
+
+def test_once_the_workers_may_go_every_request_is_settled(run: Run) -> None:
+    drain(run, 8.0)
+    assert run.train(1).leave is not None
+    number = run.core.request_save("a resize, at the same time", hold_s=60.0)
+    run.save()
+    assert run.core.status()["settled_request"] < number
+    assert run.core.status()["leaving"]
+    for _ in range(2):
+        assert run.core.obstacle(run.generation, run.step) == ""
+    assert run.core.status()["settled_request"] == number
+    assert [line["step"] for line in run.journal("left")] == [run.step]
+    assert run.fold().settled_request == number

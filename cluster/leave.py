@@ -14,8 +14,8 @@ steps since the last save are lost, although there was time for one. So:
    The head cannot be drained: all runs are saved, they end with it, and the same command goes on elsewhere.
 
 The workers on it leave when they see that, and start on the others. The node must then end within `--drain-s`: a run of
-a fixed size waits for a place, and what else runs in the cluster may count on the node until it has ended. In a pod that is so, since SIGTERM comes when this command is done; after a notice of AWS, `ray stop` is
-called here.
+a fixed size waits for a place, and what else runs in the cluster may count on the node until it has ended. In a pod
+that is so, since SIGTERM comes when this command is done; after a notice of AWS, `ray stop` is called here.
 
 Nothing here is needed for a run to survive. Whatever goes wrong is said, and the node leaves without it.
 """

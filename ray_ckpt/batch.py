@@ -11,6 +11,7 @@ import xxhash
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import LOSS_BITS
 from ray_ckpt.elastic.parallel import Reducer
+from ray_ckpt.elastic.whereabouts import HERE
 
 MAX_REPEATS = 3
 
@@ -96,14 +97,17 @@ class Batch:
         for _ in range(MAX_REPEATS + 1):
             self._loss.zero_()
             self.num_tokens = self.rng_digest = 0
-            for micro in self._passes:
+            for left, micro in zip(reversed(range(len(self._passes))), self._passes, strict=True):
+                HERE.enter("forward", left=left)
                 self._before(micro)
                 with self._reducer.one_pass(micro.last):
                     yield micro
                 if not micro.company:
                     self.rng_digest += self._look_at_rng(micro)
+            HERE.enter("reduce")
             if self._reducer.finish():
                 self.finished = True
+                HERE.enter("optimizer")
                 return
         raise RuntimeError(
             f"the gradients of a step did not fit their own scale {MAX_REPEATS} times: they are not the same when "
@@ -117,6 +121,7 @@ class Batch:
             micro: the pass.
             loss: its mean loss, a scalar.
         """
+        HERE.enter("backward", left=HERE.now.left)
         (loss * (0.0 if micro.company else self._reducer.scale)).backward()
         if micro.company:
             return

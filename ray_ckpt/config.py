@@ -22,6 +22,7 @@ from ray_ckpt.data.reader import OnCorrupt
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.policy.hang import HangRule
 from ray_ckpt.tiers.retention import Mode
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stack import Stack, TierName
@@ -191,12 +192,31 @@ class ElasticConfig:
     """Longest wait for the cluster to notice that a node is dead, after workers failed, seconds."""
     max_fruitless_attempts: int = 3
     """Attempts in a row that may end before a new step or checkpoint; then the run stops and says why."""
+    hang_factor: float = 20.0
+    """A step that takes so many times its usual time is a hang: the workers are started again; 0 is off."""
+    hang_min_s: float = 300.0
+    """Least time of a step that is called a hang, seconds."""
+    hang_long_s: float = 1800.0
+    """The same for what is no usual step: starting, restoring, the first step of an attempt, evaluations; seconds."""
 
     def __post_init__(self) -> None:
+        self._check_hangs()
         for name in ("cpus_per_worker", "resize_check_s", "start_timeout_s", "node_loss_wait_s"):
             _more_than_0(f"--elastic.{_flag(name)}", getattr(self, name))
         _one_of(GpuUse, "--elastic.gpu", self.gpu)
         _at_least(1, "--elastic.max-fruitless-attempts", self.max_fruitless_attempts)
+
+    def _check_hangs(self) -> None:
+        if self.hang_factor != 0 and not 1 < self.hang_factor < math.inf:
+            raise ConfigError(
+                f"--elastic.hang-factor {self.hang_factor}: must be more than 1, and finite; 0 looks for no hangs"
+            )
+        for name in ("hang_min_s", "hang_long_s"):
+            _more_than_0(f"--elastic.{_flag(name)}", getattr(self, name), " s")
+
+    def hang_rule(self) -> HangRule:
+        """When a step that does not end is a hang."""
+        return HangRule(factor=self.hang_factor, min_s=self.hang_min_s, long_s=self.hang_long_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
 from ray_ckpt.checkpoint.staging import Stager, size_bytes
 from ray_ckpt.config import Config
+from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.state.train_state import TrainState
 from ray_ckpt.tracker.records import Attempt
@@ -114,7 +115,9 @@ class Saving:
         progress = self._state.progress
         validated = None
         if self._validation is not None:
+            HERE.enter("validate")
             validated = self._validation.measure(self._state.model)
+        HERE.enter("save")
         self._present = progress, self._steward.last_record, validated
         self._direct = direct
         hold_s = self._steward.saving(progress.step)

@@ -36,6 +36,7 @@ from ray_ckpt.data.fixed import fixed_rows
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
+from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.ending import Ending
 from ray_ckpt.facts import order_of
 from ray_ckpt.feeding import make_feed, steps_of
@@ -74,6 +75,7 @@ class Session:
         nodes: list[str] | None = None,
         node: str = "",
     ) -> None:
+        HERE.enter("start", 0)
         self.config, self.device = config, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.index = load_data(config.sources)
@@ -166,6 +168,7 @@ class Session:
         Raises:
             RestoreError: no checkpoint can be used although there are some, or they do not fit the state.
         """
+        HERE.enter("restore")
         attempt = resume(
             state,
             self.config,
@@ -212,6 +215,7 @@ class Session:
             reporter=self._reporter,
             skips=attempt.skips,
         )
+        HERE.enter("between", self._first_step)
         self._seen = time.monotonic()
         return state
 
@@ -237,8 +241,10 @@ class Session:
         steps = steps_of(self._feed(), self._segment, self._skips, start, stop)
         while True:
             asked = time.monotonic()
+            HERE.enter("data")
             micro_batches = next(steps, None)
             if micro_batches is None:
+                HERE.enter("close")
                 return
             self._data_wait_s = time.monotonic() - asked
             self._between_s = asked - self._seen
@@ -275,6 +281,7 @@ class Session:
             )
         self._batch = None
         step = state.progress.step + 1
+        HERE.enter("agree")
         loss, bad_losses = batch.loss
         agreement = agree(
             Vote(
@@ -317,13 +324,16 @@ class Session:
             self._saving.prepare()  # most optimizers make their state in the first step
         hold_s = self._saving.save(direct=agreement.direct) if agreement.save else 0.0
         if self._watch.must_end(agreement):
+            HERE.enter("close")
             self._ending.trouble()
         if agreement.report and self._reporter is not None:
             self._reporter.report()
         self._steward.exchange(flush=False)
         self._saving.tell_durable(self._steward.durable_step)
         if hold_s:
+            HERE.enter("hold")
             self._saving.hold(hold_s)
+        HERE.enter("between", step + 1)
         self._seen = time.monotonic()
         return agreement
 
@@ -336,7 +346,9 @@ class Session:
             RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
         self._restored()
+        HERE.enter("close")
         self._ending.close()
+        HERE.enter("done")
 
     # ---- inside ---------------------------------------------------------------------------------
 

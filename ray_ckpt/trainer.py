@@ -150,6 +150,8 @@ def _fit(
                 config.run,
                 save_timeout_s=config.saving.timeout_s,
                 node_loss_wait_s=elastic.node_loss_wait_s,
+                run_dir=config.run_dir,
+                hang_rule=elastic.hang_rule(),
             ),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),

@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError
 from ray.train import UserCallback
 
 from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
+from ray_ckpt.elastic.hangs import Hang, HangWatch
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
+from ray_ckpt.policy.hang import HangRule
 from ray_ckpt.ray_private import ControllerCallback, WorkerGroupCallback, refresh_reservations
 from ray_ckpt.tracker.client import RayTracker
 
@@ -39,11 +42,13 @@ class _Group:
         self.workers: list[Any] = []
         self.errors: dict[int, Exception] = {}
         self.word = ""  # names this group to the tracker, which counts the end of a group once
+        self.hang: Hang | None = None  # why it ends, told before a worker is ended for it
         self.marks = StartMarks()
 
     def start(self, workers: list[Any]) -> None:
         """A new group is up."""
         self.workers, self.errors, self.word = workers, {}, uuid.uuid4().hex
+        self.hang = None
 
     def cause(self) -> Cause:
         """Why the group failed.
@@ -60,7 +65,8 @@ class _Group:
         except RayError as error:
             logger.warning("the failed workers could not be looked at: %s", error)
             nodes = {}
-        return find_cause(errors, nodes)
+        found = find_cause(errors, nodes)
+        return found if self.hang is None else self.hang.cause(found)
 
     def forget(self) -> None:
         """The group is gone."""
@@ -133,6 +139,7 @@ class ControllerDecisions(ControllerCallback):
             cause=cause.text,
             group=self._group.word,
             noticed_ago_s=time.monotonic() - noticed,
+            **cause.more,
         )
         if cause.hopeless or not verdict.go_on:
             # An error in a callback is one that the controller does not retry.
@@ -161,7 +168,7 @@ class ControllerDecisions(ControllerCallback):
         before = tracker.call("status")["saves_settled"]
         tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
         deadline = time.monotonic() + self._save_timeout_s
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self._group.hang is None:
             if tracker.call("status")["saves_settled"] > before:
                 return
             time.sleep(0.05)
@@ -170,7 +177,25 @@ class ControllerDecisions(ControllerCallback):
         )
 
 
-def make_callbacks(run: str, *, save_timeout_s: float, node_loss_wait_s: float) -> list[Any]:
-    """The callbacks of a run, for ``RunConfig(callbacks=...)``."""
+def make_callbacks(
+    run: str,
+    *,
+    save_timeout_s: float,
+    node_loss_wait_s: float,
+    run_dir: Path | None = None,
+    hang_rule: HangRule | None = None,
+) -> list[Any]:
+    """The callbacks of a run, for ``RunConfig(callbacks=...)``.
+
+    Args:
+        run: its name.
+        save_timeout_s: longest wait for the save before a resize, seconds.
+        node_loss_wait_s: longest wait for a dead node to be noticed, seconds.
+        run_dir: the run's folder, for what workers do in a hang.
+        hang_rule: when a hang is one; None never looks.
+    """
     group = _Group(run, node_loss_wait_s)
-    return [GroupWatch(group), WorkerErrors(group), ControllerDecisions(group, save_timeout_s)]
+    callbacks = [GroupWatch(group), WorkerErrors(group), ControllerDecisions(group, save_timeout_s)]
+    if hang_rule is not None and hang_rule.watches and run_dir is not None:
+        callbacks.append(HangWatch(group, hang_rule, run_dir))
+    return callbacks

@@ -295,6 +295,14 @@ class TrackerCore:
         """
         return self._attempts.interrupted(kind, cause, group=group, **more)
 
+    def hang(self, **found: Any) -> None:
+        """Notes that a hang was found, before anybody is ended for it; it is the controller that calls.
+
+        Args:
+            found: fields for the journal, those of :class:`ray_ckpt.elastic.hangs.Hang`.
+        """
+        self._record("hang", **found)
+
     def finished(self, generation: int, step: int) -> None:
         """Notes that the run is complete."""
         self._fence.check(generation)

@@ -125,6 +125,11 @@ def _interruption(e: dict[str, Any]) -> str:
     )
 
 
+def _hang(e: dict[str, Any]) -> str:
+    files = f"; what each rank was doing is in {e['dumps']}" if e["dumps"] else ""
+    return f"HANG: {e['reason']}{files}"
+
+
 def _save_requested(e: dict[str, Any]) -> str:
     return f"a save at the next step was asked for: {e['reason']}"
 
@@ -205,6 +210,7 @@ _TELLERS = {
     "trouble": _trouble,
     "skipped": _skipped,
     "interruption": _interruption,
+    "hang": _hang,
     "segment": _segment,
     "alert": _alert,
     "verified": _verified,

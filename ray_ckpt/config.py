@@ -23,6 +23,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.policy.hang import HangRule
+from ray_ckpt.policy.loops import LoopRule, OnCrashLoop, parse_budgets
 from ray_ckpt.tiers.retention import Mode
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stack import Stack, TierName
@@ -192,6 +193,17 @@ class ElasticConfig:
     """Longest wait for the cluster to notice that a node is dead, after workers failed, seconds."""
     max_fruitless_attempts: int = 3
     """Attempts in a row that may end before a new step or checkpoint; then the run stops and says why."""
+    same_failure_tries: int = 3
+    """Times that the same failure may come in a row at the same step, or while the same checkpoint is restored."""
+    on_crash_loop: OnCrashLoop = "stop"
+    """What is done then: stop and tell the story, go one checkpoint further back, or leave out the global batches since
+    the newest one. After --guard.max-rollbacks times back in a row the run stops."""
+    max_failures: str = "worker_error=20,hang=20"
+    """KIND=NUMBER,...: the run stops at so many failures of a kind within the window; 0, or no word, for any number."""
+    failure_window_s: float = 3600.0
+    """The window: training time over which failures are counted, seconds."""
+    backoff_s: float = 1.0
+    """Wait after the second fast failure in a row, doubled with each further one up to 30 s; seconds, 0 never waits."""
     hang_factor: float = 20.0
     """A step that takes so many times its usual time is a hang: the workers are started again; 0 is off."""
     hang_min_s: float = 300.0
@@ -201,6 +213,7 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         self._check_hangs()
+        self._check_loops()
         for name in ("cpus_per_worker", "resize_check_s", "start_timeout_s", "node_loss_wait_s"):
             _more_than_0(f"--elastic.{_flag(name)}", getattr(self, name))
         _one_of(GpuUse, "--elastic.gpu", self.gpu)
@@ -213,6 +226,29 @@ class ElasticConfig:
             )
         for name in ("hang_min_s", "hang_long_s"):
             _more_than_0(f"--elastic.{_flag(name)}", getattr(self, name), " s")
+
+    def _check_loops(self) -> None:
+        _at_least(1, "--elastic.same-failure-tries", self.same_failure_tries)
+        _one_of(OnCrashLoop, "--elastic.on-crash-loop", self.on_crash_loop)
+        _more_than_0("--elastic.failure-window-s", self.failure_window_s, " s")
+        if not 0 <= self.backoff_s < math.inf:
+            raise ConfigError(
+                f"--elastic.backoff-s {self.backoff_s}: must be 0 or more, and finite; 0 never waits"
+            )
+        try:
+            parse_budgets(self.max_failures)
+        except ValueError as error:
+            raise ConfigError(f"--elastic.max-failures {self.max_failures!r}: {error}") from error
+
+    def loop_rule(self) -> LoopRule:
+        """When the run does not simply go on after a failure."""
+        return LoopRule(
+            tries=self.same_failure_tries,
+            on_loop=self.on_crash_loop,
+            budgets=parse_budgets(self.max_failures),
+            window_s=self.failure_window_s,
+            backoff_s=self.backoff_s,
+        )
 
     def hang_rule(self) -> HangRule:
         """When a step that does not end is a hang."""

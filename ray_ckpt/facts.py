@@ -141,6 +141,7 @@ def tracker_options(config: Config) -> TrackerOptions:
         prior_weight=config.policy.prior_weight,
         history=_history(config.policy.history),
         max_fruitless=config.elastic.max_fruitless_attempts,
+        loops=config.elastic.loop_rule(),
         retention=config.retention.rules(),
         guard=config.guard.rule(),
         stack=config.tiers.stack(),

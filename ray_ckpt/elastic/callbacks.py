@@ -144,6 +144,9 @@ class ControllerDecisions(ControllerCallback):
         if cause.hopeless or not verdict.go_on:
             # An error in a callback is one that the controller does not retry.
             raise RuntimeError(f"the run stops: {cause.hopeless or verdict.reason}")
+        if verdict.wait_s:
+            logger.warning("another attempt in %g s: the last ones failed fast", verdict.wait_s)
+            time.sleep(verdict.wait_s)  # seconds; there is nothing else to do
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         if not self._group.workers:

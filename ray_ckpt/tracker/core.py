@@ -10,6 +10,7 @@ This is the front that calls come to; each is checked, and goes to whose it is:
 - what is on record, and what it adds up to: :mod:`ray_ckpt.tracker.recorder`, :mod:`ray_ckpt.tracker.memory`;
 - how an attempt begins and ends: :mod:`ray_ckpt.tracker.attempts`; whether another one is worth it:
   :mod:`ray_ckpt.tracker.verdict`;
+- what is done about failures that come again: :mod:`ray_ckpt.tracker.loops`;
 - which checkpoint it restores: :mod:`ray_ckpt.tracker.restores`; the segment it trains in:
   :mod:`ray_ckpt.tracker.segments`;
 - the steps that workers tell: :mod:`ray_ckpt.tracker.standing`; their pace: :mod:`ray_ckpt.tracker.pace`;
@@ -39,6 +40,7 @@ from ray_ckpt.tracker.aside import Aside, Thread
 from ray_ckpt.tracker.attempts import Attempts
 from ray_ckpt.tracker.house import house_of
 from ray_ckpt.tracker.keeper import Keeper
+from ray_ckpt.tracker.loops import Loops
 from ray_ckpt.tracker.on_nodes import OnNodes
 from ray_ckpt.tracker.pace import Pace
 from ray_ckpt.tracker.places import InFolder, Places
@@ -137,11 +139,20 @@ class TrackerCore:
             keeper=self._keeper,
             clock=clock,
         )
+        loops = Loops(
+            rule=options.loops,
+            max_rollbacks=options.guard.max_rollbacks,
+            memory=self.memory,
+            record=self._record,
+            on_course=self._sanity.on_course,
+            keep=self._places.keep,
+        )
         self._restores = Restores(
             facts=facts,
             record=self._record,
             places=self._places,
             keeper=self._keeper,
+            loops=loops,
             remote=bool(options.stack.remote),
         )
         self._attempts = Attempts(
@@ -151,6 +162,7 @@ class TrackerCore:
             standing=self._standing,
             steering=self._steering,
             restores=self._restores,
+            loops=loops,
             sanity=self._sanity,
             places=self._places,
             keeper=self._keeper,

@@ -14,6 +14,7 @@ from typing import Any, Final
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.checkpoint.quarantine import GUARD
 from ray_ckpt.policy.belief import Seen
+from ray_ckpt.policy.loops import Failure
 from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.rollback import Course
 
@@ -21,6 +22,8 @@ from ray_ckpt.tracker.rollback import Course
 RECENT_SAVES = 3
 # More than anybody's band needs.
 RECENT_NORMS = 64
+# More than anybody's budget of failures within hours.
+RECENT_FAILURES = 1000
 
 # Interruptions that somebody wanted: they say nothing about how often the job fails.
 PLANNED = frozenset({"resize", "drain", "user_stop"})
@@ -86,6 +89,11 @@ class RunMemory:
         quarantined: checkpoints that were found bad in the durable tier.
         to_keep: checkpoint to why it is to be pinned, once it is in the durable tier.
         transfers_s: tier to how long the last few copies to it took, seconds.
+        failed: the last failures since somebody last looked at the run, oldest first.
+        loop: the event that says what is done about failures that come again, None while another attempt is simply
+            made.
+        plan: checkpoint that the newest attempt is restoring, as far as the journal tells; empty when it has.
+        restore_failures: checkpoint to how many attempts failed while they restored it.
     """
 
     generation: int = 0
@@ -140,6 +148,10 @@ class RunMemory:
     quarantined: set[str] = field(default_factory=set)
     to_keep: dict[str, list[str]] = field(default_factory=dict)
     transfers_s: dict[str, deque[float]] = field(default_factory=dict)
+    failed: deque[Failure] = field(default_factory=lambda: deque(maxlen=RECENT_FAILURES))
+    loop: dict[str, Any] | None = None
+    plan: str = ""
+    restore_failures: Counter[str] = field(default_factory=Counter)
 
     @property
     def last_read_s(self) -> dict[str, float]:
@@ -209,17 +221,21 @@ class RunMemory:
         self.finished_step = None
         self.committed.clear()
         self.refusals.clear()
-        self.trouble = None
+        self.trouble = self.loop = None
+        self.plan = ""
 
     def _on_attempt_started(self, event: dict[str, Any]) -> None:
         self._begin()
         self.world_size = int(event["world_size"])
         self.nodes = tuple(dict.fromkeys(node for node in event.get("nodes", ()) if node))
         self.all_nodes |= dict.fromkeys(self.nodes)
+        self.plan = str(event.get("plan", ""))
 
     def _on_restored(self, event: dict[str, Any]) -> None:
         self.kept_step = self.last_save_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
+        self.plan = ""
+        self.restore_failures.pop(str(event.get("source", "")), None)
         for tier, step in self.tier_steps.items():
             self.tier_steps[tier] = min(
                 step, self.kept_step
@@ -232,8 +248,11 @@ class RunMemory:
         won = step > self.best_step or (self.attempt_open and bool(self.committed))
         if won:
             self.fruitless = 0
+        elif event.get("restoring"):
+            self.restore_failures[str(event["restoring"])] += 1
         elif kind not in PLANNED:
             self.fruitless += 1
+        self._take_failure(event)
         self.attempt_open = False
         if kind in ("user_stop", "lost"):
             self.stop_request = ""  # that job has ended
@@ -246,6 +265,35 @@ class RunMemory:
         self.best_step = max(self.best_step, step)
         self.last_group = str(event.get("group", ""))
         self.last_end = f"at step {step}: {event.get('cause')}"
+
+    def _take_failure(self, event: dict[str, Any]) -> None:
+        kind = str(event["kind"])
+        if kind == "user_stop":
+            self.failed.clear()  # whoever stops a run has looked at it
+        if kind in PLANNED or kind == "nonfinite":
+            return
+        nodes = event.get("suspect_names") or event.get("suspect_nodes") or ()
+        self.failed.append(
+            Failure(
+                generation=self.generation,
+                kind=kind,
+                cause=str(event.get("cause", "")),
+                step=int(event["step"]),
+                exposure_s=float(event.get("exposure_s", self.exposure_s)),
+                nodes=tuple(map(str, nodes)),
+                files=str(event.get("dumps", "")),
+                restoring=str(event.get("restoring", "")),
+            )
+        )
+
+    def _on_crash_loop(self, event: dict[str, Any]) -> None:
+        self.loop = event
+        self.failed.clear()  # of a course that is left, or somebody looks at it now
+        if event["action"] == "stop":
+            self.rollbacks = self.trouble_step = 0
+            return
+        self.fruitless = 0
+        self._go_back(event)
 
     def _on_save_requested(self, event: dict[str, Any]) -> None:
         self.save_requests = max(self.save_requests, int(event["number"]))
@@ -299,10 +347,18 @@ class RunMemory:
         self.tiers.get(str(event["name"]), {}).pop(DURABLE, None)
         self.quarantined.add(str(event["name"]))
         self._step_back()
+        self._passed_over(event)
         if event.get("by") == GUARD:
             self.refused += 1
             self.refusals[str(event["name"])] = event
             self._take_norm(event)
+
+    def _on_skipped(self, event: dict[str, Any]) -> None:
+        self._passed_over(event)
+
+    def _passed_over(self, event: dict[str, Any]) -> None:
+        if str(event["name"]) == self.plan:
+            self.plan = ""  # another one is taken in its place, and which is not told
 
     def _step_back(self) -> None:
         """The durable tier has lost a checkpoint that was promised: the next one is due all the sooner."""
@@ -323,6 +379,9 @@ class RunMemory:
             # Whoever starts the run again has looked at it: a new row.
             self.rollbacks = self.trouble_step = 0
             return
+        self._go_back(event)
+
+    def _go_back(self, event: dict[str, Any]) -> None:
         self.rollbacks += 1
         self.trouble_step = max(self.trouble_step, int(event["step"]))
         self.left.append(Course(to_step=int(event["to_step"]), generation=self.generation))

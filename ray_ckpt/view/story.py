@@ -130,6 +130,10 @@ def _hang(e: dict[str, Any]) -> str:
     return f"HANG: {e['reason']}{files}"
 
 
+def _crash_loop(e: dict[str, Any]) -> str:
+    return f"CRASH LOOP ({e['action']}): {e['reason']}"
+
+
 def _save_requested(e: dict[str, Any]) -> str:
     return f"a save at the next step was asked for: {e['reason']}"
 
@@ -211,6 +215,7 @@ _TELLERS = {
     "skipped": _skipped,
     "interruption": _interruption,
     "hang": _hang,
+    "crash_loop": _crash_loop,
     "segment": _segment,
     "alert": _alert,
     "verified": _verified,

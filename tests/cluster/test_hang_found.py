@@ -42,8 +42,8 @@ def test_a_frozen_worker_is_found_and_the_run_goes_on(tmp_path: Path) -> None:
         "model.num-layers": 2,
         "policy.interval-steps": 20,
         "reading.feed": "local",
-        "elastic.hang-factor": 3,
-        "elastic.hang-min-s": 2,
+        "elastic.hang-factor": 10,
+        "elastic.hang-min-s": 5,
     }
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     driver = subprocess.Popen(
@@ -54,10 +54,10 @@ def test_a_frozen_worker_is_found_and_the_run_goes_on(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        wait_until(lambda: steps_done(run_dir) >= 8, 60, f"step 8\n{log.read_text()}")
+        wait_until(lambda: steps_done(run_dir) >= 8, 120, f"step 8, see {log}")
         frozen = sorted(workers_of(driver.pid), key=lambda p: p.pid)[-1]
         os.kill(frozen.pid, signal.SIGSTOP)
-        assert driver.wait(timeout=90) == 0, log.read_text()[-5000:]
+        assert driver.wait(timeout=120) == 0, log.read_text()[-5000:]
     finally:
         driver.kill()
     assert not psutil.pid_exists(frozen.pid), "the frozen worker was left behind"

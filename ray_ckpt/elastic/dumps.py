@@ -28,7 +28,11 @@ SPY_S = 10.0  # that py-spy may take
 
 def folder_of(run_dir: Path, time_s: float, generation: int) -> Path:
     """Where the files of a hang go; the names sort by time."""
-    return run_dir / HANGS_DIR / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(time_s))}-g{generation}"
+    return (
+        run_dir
+        / HANGS_DIR
+        / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(time_s))}-g{generation}"
+    )
 
 
 def write_dumps(folder: Path, texts: Mapping[int, str]) -> str:

@@ -174,9 +174,7 @@ class Watcher:
         self._pulse = self._pulse.seen(open_, int(status["step"]), stepped, self._clock())
         return status
 
-    def _found(
-        self, looks: dict[int, Look | None], usual_s: float | None, quiet_s: float
-    ) -> Hang:
+    def _found(self, looks: dict[int, Look | None], usual_s: float | None, quiet_s: float) -> Hang:
         crew = self._crew
         names = {rank: crew.node_name(rank) for rank in looks}
         silent = [rank for rank, look in looks.items() if look is None]

@@ -137,7 +137,9 @@ def story(failures: Sequence[Failure]) -> str:
     for f in failures:
         on = f" on node {', '.join(f.nodes)}" if f.nodes else ""
         files = f"; see {f.files}" if f.files else ""
-        lines.append(f"  attempt {f.generation} ended at step {f.step}{on} ({f.kind}): {f.cause[:400]}{files}")
+        lines.append(
+            f"  attempt {f.generation} ended at step {f.step}{on} ({f.kind}): {f.cause[:400]}{files}"
+        )
     return "\n".join(lines)
 
 

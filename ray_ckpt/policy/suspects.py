@@ -42,7 +42,9 @@ def suspects(found: Mapping[int, Whereabouts | None]) -> Suspicion:
     silent = [rank for rank, where in sorted(found.items()) if where is None]
     there = {rank: where for rank, where in found.items() if where is not None}
     if silent and there:
-        return Suspicion(ranks=tuple(silent), why=f"{_ranks(silent)} did not answer, the others did")
+        return Suspicion(
+            ranks=tuple(silent), why=f"{_ranks(silent)} did not answer, the others did"
+        )
     if silent:
         return Suspicion(ranks=(), why="no rank answered: what they hang in cannot be told")
     steps = {where.step for where in there.values()}
@@ -65,7 +67,8 @@ def _behind(late: list[int], there: Mapping[int, Whereabouts], why: str) -> Susp
     where = there[late[0]]
     verb = "is" if len(late) == 1 else "are"
     return Suspicion(
-        ranks=tuple(late), why=f"{_ranks(late)} {verb} in {where.phase!r} of step {where.step}, {why}"
+        ranks=tuple(late),
+        why=f"{_ranks(late)} {verb} in {where.phase!r} of step {where.step}, {why}",
     )
 
 

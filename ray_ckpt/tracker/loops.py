@@ -68,7 +68,9 @@ class Loops:
             )
             self._decide(last[-1].step, head)
         elif problem := over_budget(failures, rule):
-            self._tell("stop", f"{problem}; the last ones:\n{story(failures[-3:])}", failures[-1].step)
+            self._tell(
+                "stop", f"{problem}; the last ones:\n{story(failures[-3:])}", failures[-1].step
+            )
 
     def against_copy(self, kind: str) -> str:
         """The checkpoint that a failure counts against, for it came while that was restored; empty for the run.

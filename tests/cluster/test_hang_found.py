@@ -11,7 +11,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_main_job import PRETRAIN, environment, executed, journal, processes_of, steps_done, wait_until
+from test_main_job import (
+    PRETRAIN,
+    environment,
+    executed,
+    journal,
+    processes_of,
+    steps_done,
+    wait_until,
+)
 from worlds import make_data
 
 from ray_ckpt.view.summary import surviving_steps

@@ -31,7 +31,9 @@ from ray_ckpt.tracker.records import TrackerOptions, Verdict
 BOOM = "rank 1: ValueError: bad row 17"
 
 
-def failure(step: int = 7, kind: str = "worker_error", cause: str = BOOM, at_s: float = 0.0) -> Failure:
+def failure(
+    step: int = 7, kind: str = "worker_error", cause: str = BOOM, at_s: float = 0.0
+) -> Failure:
     return Failure(generation=1, kind=kind, cause=cause, step=step, exposure_s=at_s)
 
 
@@ -85,7 +87,11 @@ def test_a_budget_counts_one_kind_within_its_window_of_training() -> None:
     assert over_budget([failure(kind="node_loss")] * 50, rule) == ""
 
 
-@given(st.lists(st.tuples(st.sampled_from(["worker_error", "hang", "node_loss", "lost"]), st.floats(0, 500))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["worker_error", "hang", "node_loss", "lost"]), st.floats(0, 500))
+    )
+)
 def test_a_wait_is_bounded_and_never_for_what_has_its_reason_elsewhere(
     told: list[tuple[str, float]],
 ) -> None:
@@ -113,13 +119,18 @@ def test_budgets_are_read_or_refused_with_the_form() -> None:
     for wrong in ("worker_error", "worker_error=x", "resize=3", "worker_error=-1"):
         with pytest.raises(ConfigError, match=r"--elastic\.max-failures .* KIND=NUMBER"):
             ElasticConfig(max_failures=wrong)
-    rule = ElasticConfig(max_failures="hang=4", on_crash_loop="skip", same_failure_tries=5).loop_rule()
+    rule = ElasticConfig(
+        max_failures="hang=4", on_crash_loop="skip", same_failure_tries=5
+    ).loop_rule()
     assert (rule.budgets, rule.on_loop, rule.tries) == ({"hang": 4}, "skip", 5)
 
 
 def test_a_story_has_every_failure_with_its_step_cause_nodes_and_files() -> None:
     told = story([replace(failure(), nodes=("node-b",), files="hangs/x"), failure(8)])
-    assert told.splitlines()[0] == f"  attempt 1 ended at step 7 on node node-b (worker_error): {BOOM}; see hangs/x"
+    assert (
+        told.splitlines()[0]
+        == f"  attempt 1 ended at step 7 on node node-b (worker_error): {BOOM}; see hangs/x"
+    )
     assert "step 8" in told.splitlines()[1]
 
 
@@ -273,7 +284,9 @@ def fail_in_restore(run: Run, kind: str = "worker_error") -> str:
     """An attempt whose restore fails; returns the checkpoint."""
     plan = run.core.begin_attempt(2, ["node-a"]).plan
     assert plan is not None
-    assert run.core.interruption(kind, "the process of rank 0 died", group=f"g{run.generation}").go_on
+    assert run.core.interruption(
+        kind, "the process of rank 0 died", group=f"g{run.generation}"
+    ).go_on
     return plan.name
 
 

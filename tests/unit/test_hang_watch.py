@@ -1,4 +1,4 @@
-"""A step that does not end is a hang after its allowance and never before; the suspect is who is not where others wait."""
+"""A step that does not end is a hang after its allowance, never before; the suspect is who is not where others wait."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Stage:
     def outside(
         self, ranks: Iterable[int], *, look: bool = False, end: bool = False
     ) -> dict[int, str]:
-        return {rank: "seen from outside" for rank in ranks}
+        return dict.fromkeys(ranks, "seen from outside")
 
     def end(self, ranks: Iterable[int], silent: Iterable[int] = ()) -> None:
         self.ended.append((list(ranks), list(silent)))

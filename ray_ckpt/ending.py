@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from ray_ckpt.config import Config
 from ray_ckpt.errors import NonfiniteError, RollbackError, StorageError
-from ray_ckpt.reporter import Reporter
 from ray_ckpt.saving import Saving
 from ray_ckpt.skips import Skip
 from ray_ckpt.state.train_state import TrainState
@@ -26,7 +25,6 @@ class Ending:
         steward: rank 0's end of the line to the tracker.
         watch: says what was not finite.
         saving: the saves of the attempt.
-        reporter: tells Ray Train; None when nobody does.
         skips: holes in the order of the attempt.
     """
 
@@ -39,12 +37,11 @@ class Ending:
         steward: Steward,
         watch: Watch,
         saving: Saving,
-        reporter: Reporter | None,
         skips: tuple[Skip, ...],
     ) -> None:
         self._config, self._state, self._skips = config, state, skips
         self._talk, self._steward = talk, steward
-        self._watch, self._saving, self._reporter = watch, saving, reporter
+        self._watch, self._saving = watch, saving
         self._timeout_s = config.saving.timeout_s
 
     def close(self) -> None:
@@ -74,8 +71,8 @@ class Ending:
             self._saving.wait(self._timeout_s)
             self._check_last_save()
         self._wait_until_durable()
-        if self._reporter is not None and self._talk.told(self._reporter.waiting):
-            self._reporter.report()
+        if self._config.saving.report_to_ray and self._talk.told(self._saving.wants_report):
+            self._saving.report()
         self._steward.exchange(flush=True)
         self._talk.ask("finished", generation=self._steward.generation, step=step)
         self._saving.close(self._timeout_s)

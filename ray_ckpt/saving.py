@@ -40,7 +40,6 @@ class Saving:
         attempt: what the tracker said when the attempt began.
         steward: rank 0's end of the line to the tracker.
         watch: looks at what is saved.
-        reporter: tells Ray Train; None when nobody does.
         validation: measures a loss at each save; None for none.
         group: gloo process group of all ranks.
         device: of this rank.
@@ -55,7 +54,6 @@ class Saving:
         attempt: Attempt,
         steward: Steward,
         watch: Watch,
-        reporter: Reporter | None,
         validation: Validation | None,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -63,10 +61,12 @@ class Saving:
     ) -> None:
         self._state, self._skips = state, attempt.skips
         self._steward, self._watch = steward, watch
-        self._reporter, self._validation = reporter, validation
+        self._validation = validation
         self._group, self._device = group, device
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._run_dir, self._stack = config.run_dir, config.tiers.stack()
+        to_ray = config.saving.report_to_ray
+        self._reporter = Reporter(self._run_dir, self._rank) if to_ray else None
         self._prepared_bytes = 0
         self._saver = Saver(
             run_dir=self._first_tier(),
@@ -140,6 +140,16 @@ class Saving:
         """On rank 0: a checkpoint of this attempt is in the durable tier, where Ray Train may look for it."""
         if self._reporter is not None:
             self._reporter.committed(step, self._steward.generation)
+
+    @property
+    def wants_report(self) -> bool:
+        """Whether a commit waits to be told to Ray Train; False on ranks other than 0."""
+        return self._reporter is not None and self._reporter.waiting
+
+    def report(self) -> None:
+        """Tells Ray Train of the newest commit; every rank calls it at the same step."""
+        if self._reporter is not None:
+            self._reporter.report()
 
     def close(self, timeout_s: float) -> None:
         """Ends the saver of an attempt that has saved its last."""

@@ -40,7 +40,6 @@ from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.ending import Ending
 from ray_ckpt.facts import order_of
 from ray_ckpt.feeding import make_feed, steps_of
-from ray_ckpt.reporter import Reporter
 from ray_ckpt.resume import resume
 from ray_ckpt.saving import Saving
 from ray_ckpt.state import rng
@@ -96,9 +95,6 @@ class Session:
         self._reducer: Reducer | None = None
         self._model: torch.nn.Module | None = None
         self._validation: Validation | None = None
-        self._reporter = (
-            Reporter(config.run_dir, self.rank) if config.saving.report_to_ray else None
-        )
         self._seen = time.monotonic()
         self._data_wait_s = self._between_s = 0.0
 
@@ -199,7 +195,6 @@ class Session:
             attempt=attempt,
             steward=self._steward,
             watch=self._watch,
-            reporter=self._reporter,
             validation=self._validation,
             group=self._group,
             device=self.device,
@@ -212,7 +207,6 @@ class Session:
             steward=self._steward,
             watch=self._watch,
             saving=self._saving,
-            reporter=self._reporter,
             skips=attempt.skips,
         )
         HERE.enter("between", self._first_step)
@@ -290,7 +284,7 @@ class Session:
                 tokens=batch.num_tokens,
                 busy=self._saving.busy,
                 wants_save=self._steward.wants_save(step),
-                wants_report=self._reporter is not None and self._reporter.waiting,
+                wants_report=self._saving.wants_report,
                 digest=digest_samples(batch.micro_batches),
                 rng_digest=batch.rng_digest,
                 trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
@@ -326,8 +320,8 @@ class Session:
         if self._watch.must_end(agreement):
             HERE.enter("close")
             self._ending.trouble()
-        if agreement.report and self._reporter is not None:
-            self._reporter.report()
+        if agreement.report:
+            self._saving.report()
         self._steward.exchange(flush=False)
         self._saving.tell_durable(self._steward.durable_step)
         if hold_s:

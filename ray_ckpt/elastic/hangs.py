@@ -95,6 +95,7 @@ class Hang:
         more = {
             "suspect_ranks": list(self.suspects),
             "suspect_nodes": list(dict.fromkeys(self.nodes)),
+            "suspect_names": list(dict.fromkeys(self.names)),
             "dumps": self.dumps,
         }
         return Cause(kind="hang", text=self.text, hopeless=found.hopeless, more=more)

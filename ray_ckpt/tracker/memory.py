@@ -9,31 +9,25 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
-from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.checkpoint.quarantine import GUARD
 from ray_ckpt.policy.belief import Seen
-from ray_ckpt.policy.loops import Failure
 from ray_ckpt.skips import Skip
+from ray_ckpt.tracker.checkpoint_memory import RECENT_SAVES, CheckpointMemory
+from ray_ckpt.tracker.failure_memory import FailureMemory
 from ray_ckpt.tracker.rollback import Course
 
-# A change of storage should move the interval within a few saves; one odd save should not.
-RECENT_SAVES = 3
 # More than anybody's band needs.
 RECENT_NORMS = 64
-# More than anybody's budget of failures within hours.
-RECENT_FAILURES = 1000
 
 # Interruptions that somebody wanted: they say nothing about how often the job fails.
 PLANNED = frozenset({"resize", "drain", "user_stop"})
-# The tier of events that name none: for long there was no other.
-DURABLE: Final = "durable"
 
 
 @dataclass(kw_only=True)
-class RunMemory:
-    """State of a run so far.
+class RunMemory(CheckpointMemory, FailureMemory):
+    """State of a run so far; what it knows of its checkpoints is in the class that it extends.
 
     Attributes:
         generation: of the newest attempt; 0 before the first.
@@ -69,10 +63,6 @@ class RunMemory:
         save_requests: number of the newest request for a save, 0 before the first.
         stop_request: why somebody wants the present job to end, empty when nobody does.
         hold_s: how long the workers wait after the save of that request, seconds.
-        verified: checkpoints whose bytes in the durable tier were all read and compared after their commit.
-        read_at: checkpoint to when that was last tried, seconds since the epoch.
-        pins: checkpoint to its pins, as far as the journal tells.
-        drills: checkpoint to the time of its newest drill that the journal tells of.
         retention: the rules of retention on record, None before the first.
         refused: how many checkpoints the guard refused.
         refusals: of the newest attempt, by folder: the event.
@@ -83,17 +73,6 @@ class RunMemory:
         left: courses of the run that were left by a rollback.
         skips: holes in the run's order.
         stack: the tiers on record: ``use``, ``remote`` and ``replicas``; None before the first.
-        durable_commits: how many checkpoints were committed in the durable tier.
-        tiers: checkpoint to the tiers that have it, as far as the journal tells, and since when.
-        tier_steps: tier to the step of the newest checkpoint that got there.
-        quarantined: checkpoints that were found bad in the durable tier.
-        to_keep: checkpoint to why it is to be pinned, once it is in the durable tier.
-        transfers_s: tier to how long the last few copies to it took, seconds.
-        failed: the last failures since somebody last looked at the run, oldest first.
-        loop: the event that says what is done about failures that come again, None while another attempt is simply
-            made.
-        plan: checkpoint that the newest attempt is restoring, as far as the journal tells; empty when it has.
-        restore_failures: checkpoint to how many attempts failed while they restored it.
     """
 
     generation: int = 0
@@ -128,10 +107,6 @@ class RunMemory:
     save_requests: int = 0
     stop_request: str = ""
     hold_s: float = 0.0
-    verified: set[str] = field(default_factory=set)
-    read_at: dict[str, float] = field(default_factory=dict)
-    pins: dict[str, set[str]] = field(default_factory=dict)
-    drills: dict[str, float] = field(default_factory=dict)
     retention: dict[str, Any] | None = None
     refused: int = 0
     refusals: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -142,30 +117,6 @@ class RunMemory:
     left: list[Course] = field(default_factory=list)
     skips: tuple[Skip, ...] = ()
     stack: dict[str, Any] | None = None
-    durable_commits: int = 0
-    tiers: dict[str, dict[str, float]] = field(default_factory=dict)
-    tier_steps: dict[str, int] = field(default_factory=dict)
-    quarantined: set[str] = field(default_factory=set)
-    to_keep: dict[str, list[str]] = field(default_factory=dict)
-    transfers_s: dict[str, deque[float]] = field(default_factory=dict)
-    failed: deque[Failure] = field(default_factory=lambda: deque(maxlen=RECENT_FAILURES))
-    loop: dict[str, Any] | None = None
-    plan: str = ""
-    restore_failures: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def last_read_s(self) -> dict[str, float]:
-        """Checkpoint in the durable tier to when its bytes were last read, or written, seconds since the epoch."""
-        return {
-            name: max(tiers[DURABLE], self.read_at.get(name, 0.0))
-            for name, tiers in self.tiers.items()
-            if DURABLE in tiers
-        }
-
-    @property
-    def durable_step(self) -> int | None:
-        """Step of the newest checkpoint that got to the durable tier."""
-        return self.tier_steps.get(DURABLE)
 
     @property
     def failures(self) -> int:
@@ -234,8 +185,7 @@ class RunMemory:
     def _on_restored(self, event: dict[str, Any]) -> None:
         self.kept_step = self.last_save_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
-        self.plan = ""
-        self.restore_failures.pop(str(event.get("source", "")), None)
+        self._was_restored(str(event.get("source", "")))
         for tier, step in self.tier_steps.items():
             self.tier_steps[tier] = min(
                 step, self.kept_step
@@ -248,11 +198,8 @@ class RunMemory:
         won = step > self.best_step or (self.attempt_open and bool(self.committed))
         if won:
             self.fruitless = 0
-        elif event.get("restoring"):
-            self.restore_failures[str(event["restoring"])] += 1
-        elif kind not in PLANNED:
+        elif kind not in PLANNED and not event.get("restoring"):
             self.fruitless += 1
-        self._take_failure(event)
         self.attempt_open = False
         if kind in ("user_stop", "lost"):
             self.stop_request = ""  # that job has ended
@@ -262,29 +209,13 @@ class RunMemory:
         self._expose(event)
         if kind not in PLANNED:
             self.failures_by_size.setdefault(max(1, self.world_size), Counter())[kind] += 1
+        if kind == "user_stop":
+            self.failed.clear()  # whoever stops a run has looked at it
+        elif kind not in PLANNED and kind != "nonfinite":
+            self._failed(event, self.generation, self.exposure_s)
         self.best_step = max(self.best_step, step)
         self.last_group = str(event.get("group", ""))
         self.last_end = f"at step {step}: {event.get('cause')}"
-
-    def _take_failure(self, event: dict[str, Any]) -> None:
-        kind = str(event["kind"])
-        if kind == "user_stop":
-            self.failed.clear()  # whoever stops a run has looked at it
-        if kind in PLANNED or kind == "nonfinite":
-            return
-        nodes = event.get("suspect_names") or event.get("suspect_nodes") or ()
-        self.failed.append(
-            Failure(
-                generation=self.generation,
-                kind=kind,
-                cause=str(event.get("cause", "")),
-                step=int(event["step"]),
-                exposure_s=float(event.get("exposure_s", self.exposure_s)),
-                nodes=tuple(map(str, nodes)),
-                files=str(event.get("dumps", "")),
-                restoring=str(event.get("restoring", "")),
-            )
-        )
 
     def _on_crash_loop(self, event: dict[str, Any]) -> None:
         self.loop = event
@@ -322,17 +253,6 @@ class RunMemory:
             # What was saved was executed, even if a power cut took the lines of its steps.
             self.kept_step = max(self.kept_step, step)
 
-    def _arrived(self, event: dict[str, Any]) -> None:
-        tier, name = str(event.get("tier", DURABLE)), str(event["name"])
-        self.tiers.setdefault(name, {})[tier] = float(event["time"])
-        self.tier_steps[tier] = int(event["step"])
-        self.durable_commits += tier == DURABLE
-
-    def _on_promote(self, event: dict[str, Any]) -> None:
-        self._arrived(event)
-        times_s = self.transfers_s.setdefault(str(event["tier"]), deque(maxlen=RECENT_SAVES))
-        times_s.append(float(event["seconds"]))
-
     def _on_segment(self, event: dict[str, Any]) -> None:
         self.segment = int(event["number"])
         self.first_of_segment = ""
@@ -343,35 +263,15 @@ class RunMemory:
             self.norms.append((int(event["step"]), float(event["param_norm"])))
 
     def _on_quarantine(self, event: dict[str, Any]) -> None:
-        self.verified.discard(str(event["name"]))
-        self.tiers.get(str(event["name"]), {}).pop(DURABLE, None)
-        self.quarantined.add(str(event["name"]))
-        self._step_back()
-        self._passed_over(event)
+        super()._on_quarantine(event)
+        self._passed_over(str(event["name"]))
         if event.get("by") == GUARD:
             self.refused += 1
             self.refusals[str(event["name"])] = event
             self._take_norm(event)
 
     def _on_skipped(self, event: dict[str, Any]) -> None:
-        self._passed_over(event)
-
-    def _passed_over(self, event: dict[str, Any]) -> None:
-        if str(event["name"]) == self.plan:
-            self.plan = ""  # another one is taken in its place, and which is not told
-
-    def _step_back(self) -> None:
-        """The durable tier has lost a checkpoint that was promised: the next one is due all the sooner."""
-        there = (
-            key
-            for name, tiers in self.tiers.items()
-            if DURABLE in tiers and (key := parse_checkpoint_name(name))
-        )
-        newest = max((step for step, _ in there), default=None)
-        if newest is None:
-            self.tier_steps.pop(DURABLE, None)
-        elif self.tier_steps.get(DURABLE, newest) > newest:
-            self.tier_steps[DURABLE] = newest
+        self._passed_over(str(event["name"]))
 
     def _on_trouble(self, event: dict[str, Any]) -> None:
         self.trouble = event
@@ -409,57 +309,6 @@ class RunMemory:
         if self.exposure_s > told_s:
             before_s = self.exposure_by_size.get(size, 0.0)
             self.exposure_by_size[size] = before_s + self.exposure_s - told_s
-
-    def _on_delete(self, event: dict[str, Any]) -> None:
-        tier, name = str(event.get("tier", DURABLE)), str(event["name"])
-        tiers = self.tiers.get(name, {})
-        tiers.pop(tier, None)
-        if not tiers:
-            self.tiers.pop(name, None)
-        if tier != DURABLE:
-            return
-        self.read_at.pop(name, None)
-        self.verified.discard(str(event["name"]))
-        self.pins.pop(str(event["name"]), None)
-        self.quarantined.discard(name)
-        self.drills.pop(str(event["name"]), None)
-
-    def _on_drill(self, event: dict[str, Any]) -> None:
-        name = str(event["name"])
-        self.drills[name] = max(float(event["drilled_at"]), self.drills.get(name, 0.0))
-        if event.get("faults"):
-            # Somebody else's finding, who may have bad memory: before older ones go it is read again here.
-            self.verified.discard(name)
-
-    def _on_keep(self, event: dict[str, Any]) -> None:
-        reasons = self.to_keep.setdefault(str(event["name"]), [])
-        if event["reason"] not in reasons:
-            reasons.append(str(event["reason"]))
-
-    def _on_pin(self, event: dict[str, Any]) -> None:
-        left = [r for r in self.to_keep.pop(str(event["name"]), []) if r != event["reason"]]
-        if left:
-            self.to_keep[str(event["name"])] = left
-        pins = self.pins.setdefault(str(event["name"]), set())
-        pins.add(f"{event['reason']} ({event['author']})")
-
-    def _on_unpin(self, event: dict[str, Any]) -> None:
-        pins = self.pins.get(str(event["name"]), set())
-        pins.discard(f"{event['reason']} ({event['author']})")
-        if not pins:
-            self.pins.pop(str(event["name"]), None)
-
-    def _on_copies(self, event: dict[str, Any]) -> None:
-        """What the nodes hold at the beginning of an attempt: what was there before may be gone."""
-        time_s, found = float(event["time"]), dict(event["tiers"])
-        for name in {*self.tiers, *found}:
-            tiers = self.tiers.setdefault(name, {})
-            for tier in tiers.keys() - {DURABLE, *found.get(name, ())}:
-                del tiers[tier]
-            for tier in found.get(name, ()):
-                tiers.setdefault(tier, time_s)
-            if not tiers:
-                del self.tiers[name]
 
     def _on_tiers(self, event: dict[str, Any]) -> None:
         self.stack = {name: event[name] for name in ("use", "remote", "replicas")}

@@ -19,14 +19,16 @@ from ray_ckpt.tiers.holder import Source
 from ray_ckpt.tiers.placement import Place
 from ray_ckpt.tiers.stack import Stack
 from ray_ckpt.tracker.aside import Aside, Thread
+from ray_ckpt.tracker.checkpoint_memory import DURABLE
 from ray_ckpt.tracker.copies import CopyBook
+from ray_ckpt.tracker.hooks import Hooks
 from ray_ckpt.tracker.house import House
 from ray_ckpt.tracker.keeper import Keeper
-from ray_ckpt.tracker.memory import DURABLE, RunMemory
+from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.places import InFolder, MakeManifest
 from ray_ckpt.tracker.recorder import Recorder
 from ray_ckpt.tracker.rollback import left
-from ray_ckpt.tracker.tierdesk import Hooks, TierDesk
+from ray_ckpt.tracker.tierdesk import TierDesk
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.checkpoint.names import checkpoint_name
 from ray_ckpt.errors import ManifestError, StorageError, UnsaneStateError
 from ray_ckpt.fault_points import fault_point
+from ray_ckpt.tracker.checkpoint_memory import DURABLE
 from ray_ckpt.tracker.keeper import Keeper
-from ray_ckpt.tracker.memory import DURABLE
 from ray_ckpt.tracker.places import Places
 from ray_ckpt.tracker.recorder import Recorder
 from ray_ckpt.tracker.records import RunFacts

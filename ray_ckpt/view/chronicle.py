@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
-from ray_ckpt.tracker.memory import DURABLE, PLANNED, RunMemory
+from ray_ckpt.tracker.checkpoint_memory import DURABLE
+from ray_ckpt.tracker.memory import PLANNED, RunMemory
 
 _STORY_EVENTS = 200
 _KEPT = 50

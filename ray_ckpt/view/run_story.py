@@ -9,7 +9,7 @@ from typing import Any
 
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.tracker.buckets import PHASES, Ledger
-from ray_ckpt.tracker.memory import DURABLE
+from ray_ckpt.tracker.checkpoint_memory import DURABLE
 from ray_ckpt.view.chronicle import AttemptLine, Chronicle, InterruptionMark
 from ray_ckpt.view.human import shorten
 from ray_ckpt.view.story import tell

@@ -11,7 +11,7 @@ from ray_ckpt.checkpoint.listing import NO_MANIFEST
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.tiers.retention import Record, Verdict, plan
 from ray_ckpt.tiers.stack import TIER_NAMES
-from ray_ckpt.tracker.memory import DURABLE
+from ray_ckpt.tracker.checkpoint_memory import DURABLE
 from ray_ckpt.tracker.rollback import passed
 from ray_ckpt.view.chronicle import CheckpointLine, Chronicle
 from ray_ckpt.view.keeping import recorded_rules

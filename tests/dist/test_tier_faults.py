@@ -331,7 +331,7 @@ def test_a_tracker_that_was_replaced_moves_nothing_any_more(world: World) -> Non
     before = _listing(world.base)
     for _ in range(10):
         zombie.advance()
-    assert zombie._seal(zombie._places.desk.known("step-00000010-g1")) is not None  # type: ignore[attr-defined]
+    assert zombie._places._seal(zombie._places.desk.known("step-00000010-g1")) is not None  # type: ignore[attr-defined]
     assert _listing(world.base) == before
 
 
@@ -450,13 +450,14 @@ def test_a_long_attempt_does_not_grow(world: World) -> None:
     for step in range(1, 41):
         committed(world, step)
         desk = world.tracker._places.desk  # type: ignore[attr-defined]
-        book = desk._book
+        book, state = desk._book, desk._state
         sizes.append(
             sum(
                 len(each)
                 for each in (
-                    book._manifests, book._copies, desk._verified, desk._settled, desk._forced,
-                    desk._given_up, desk._evidence, desk._transfers, desk._late, desk._greeted,
+                    book._manifests, book._copies, state.verified, state.settled, state.forced,
+                    state.given_up, desk._evidence._waiting, desk._copying.transfers,
+                    desk._holders._late, desk._holders._greeted,
                     desk._drops._tickets, desk._drops._waiting,
                 )
             )
@@ -583,7 +584,7 @@ def test_a_commit_in_the_durable_tier_that_hangs_holds_up_neither_saves_nor_othe
 ) -> None:
     world.begin(NODES)
     desk = world.tracker._places.desk  # type: ignore[attr-defined]
-    desk._aside, go_on = Thread("seal"), threading.Event()
+    desk._copying._aside, go_on = Thread("seal"), threading.Event()
     real = world.tracker._house.seal
     monkeypatch.setattr(world.tracker._house, "seal", lambda m: go_on.wait(20) and real(m))
     for step in (10, 15, 20):
@@ -591,7 +592,7 @@ def test_a_commit_in_the_durable_tier_that_hangs_holds_up_neither_saves_nor_othe
     assert [e["step"] for e in world.events("replicated")] == [10, 15, 20]
     assert not world.events("promote")
     go_on.set()
-    desk._aside.wait(20)
+    desk._copying._aside.wait(20)
     world.settle()
     assert world.events("promote")[0]["step"] == 10
     assert world.durable("step-00000010-g1")

@@ -192,9 +192,9 @@ class Life:
         while time.monotonic() < deadline:
             self.look()
             desk = self.core._places.desk  # type: ignore[attr-defined]
-            if name in desk._settled and not desk._transfers and not desk._drops.owing:
+            if name in desk._state.settled and not desk._copying.transfers and not desk._drops.owing:
                 return
-        raise AssertionError(f"{name} does not get its replicas: {desk._transfers}")
+        raise AssertionError(f"{name} does not get its replicas: {desk._copying.transfers}")
 
     def settle_anything(self) -> None:
         """Until nothing is under way."""
@@ -202,9 +202,9 @@ class Life:
         desk = self.core._places.desk  # type: ignore[attr-defined]
         while time.monotonic() < deadline:
             self.look()
-            if not desk._transfers and not desk._drops.owing and not desk._greeted:
+            if not desk._copying.transfers and not desk._drops.owing and not desk._holders._greeted:
                 return
-        raise AssertionError(f"it does not come to rest: {desk._transfers}")
+        raise AssertionError(f"it does not come to rest: {desk._copying.transfers}")
 
     def lose(self, lost: list[str]) -> None:
         """Nodes die at once, and the attempt with them."""
@@ -314,7 +314,7 @@ class Story:
             me.settle(me.step)
             desk = me.core._places.desk  # type: ignore[attr-defined]
             assert len(desk._book.names()) <= 2 * KEEP + 3
-            assert len(desk._verified) <= 2 * len(desk._book.names())
+            assert len(desk._state.verified) <= 2 * len(desk._book.names())
             assert not desk._drops._waiting
 
         assert in_child(life) == 0

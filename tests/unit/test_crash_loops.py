@@ -1,4 +1,4 @@
-"""A failure that comes again at the same place ends the run, or sends it further back; others are told apart from it."""
+"""A failure that comes again at the same place ends the run, or sends it further back; others are told apart."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ckpt.tracker.memory import PLANNED, RECENT_SAVES, RunMemory
+from ray_ckpt.tracker.checkpoint_memory import RECENT_SAVES
+from ray_ckpt.tracker.memory import PLANNED, RunMemory
 
 Event = dict[str, Any]
 

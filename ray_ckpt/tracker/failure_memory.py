@@ -1,0 +1,56 @@
+"""What the tracker remembers of a run's failures: which came lately, what was done, which checkpoint they came with."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_ckpt.policy.loops import Failure
+
+# More than anybody's budget of failures within hours.
+RECENT_FAILURES = 1000
+
+
+@dataclass(kw_only=True)
+class FailureMemory:
+    """Failures of a run so far; the part of :class:`ray_ckpt.tracker.memory.RunMemory` that is about them.
+
+    Attributes:
+        failed: the last failures since somebody last looked at the run, oldest first.
+        loop: the event that says what is done about failures that come again, None while another attempt is simply
+            made.
+        plan: checkpoint that the newest attempt is restoring, as far as the journal tells; empty when it has.
+        restore_failures: checkpoint to how many attempts failed while they restored it.
+    """
+
+    failed: deque[Failure] = field(default_factory=lambda: deque(maxlen=RECENT_FAILURES))
+    loop: dict[str, Any] | None = None
+    plan: str = ""
+    restore_failures: Counter[str] = field(default_factory=Counter)
+
+    def _failed(self, event: dict[str, Any], generation: int, exposure_s: float) -> None:
+        """Takes an interruption that nobody planned."""
+        if event.get("restoring"):
+            self.restore_failures[str(event["restoring"])] += 1
+        self.failed.append(
+            Failure(
+                generation=generation,
+                kind=str(event["kind"]),
+                cause=str(event.get("cause", "")),
+                step=int(event["step"]),
+                exposure_s=exposure_s,
+                nodes=tuple(map(str, event.get("suspect_names", ()))),
+                files=str(event.get("dumps", "")),
+                restoring=str(event.get("restoring", "")),
+            )
+        )
+
+    def _was_restored(self, source: str) -> None:
+        self.plan = ""
+        self.restore_failures.pop(source, None)
+
+    def _passed_over(self, name: str) -> None:
+        """A checkpoint is not taken after all; which one is in its place is not told."""
+        if name == self.plan:
+            self.plan = ""

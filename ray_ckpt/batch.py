@@ -11,6 +11,7 @@ import xxhash
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import LOSS_BITS
 from ray_ckpt.elastic.parallel import Reducer
+from ray_ckpt.elastic.passclock import PassClock
 from ray_ckpt.elastic.whereabouts import HERE
 
 MAX_REPEATS = 3
@@ -66,6 +67,7 @@ class Batch:
         reducer: makes gradients of them.
         before: called before each pass.
         device: of this rank.
+        clock: measures the first forward pass.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class Batch:
         reducer: Reducer,
         before: Callable[[MicroStep], None],
         device: torch.device,
+        clock: PassClock | None = None,
     ) -> None:
         self._passes, self._reducer, self._before = passes, reducer, before
+        self._clock = clock or PassClock(device)
         self._loss = torch.zeros(2, dtype=torch.int64, device=device)  # sum, number of non-finite
         self._device = device
         self.num_tokens = 0
@@ -97,6 +101,7 @@ class Batch:
         for _ in range(MAX_REPEATS + 1):
             self._loss.zero_()
             self.num_tokens = self.rng_digest = 0
+            self._clock.begin()
             for left, micro in zip(reversed(range(len(self._passes))), self._passes, strict=True):
                 HERE.enter("forward", left=left)
                 self._before(micro)
@@ -121,6 +126,7 @@ class Batch:
             micro: the pass.
             loss: its mean loss, a scalar.
         """
+        self._clock.end()
         HERE.enter("backward", left=HERE.now.left)
         (loss * (0.0 if micro.company else self._reducer.scale)).backward()
         if micro.company:

@@ -142,6 +142,7 @@ def tracker_options(config: Config) -> TrackerOptions:
         history=_history(config.policy.history),
         max_fruitless=config.elastic.max_fruitless_attempts,
         loops=config.elastic.loop_rule(),
+        stragglers=config.elastic.straggler_rule(),
         retention=config.retention.rules(),
         guard=config.guard.rule(),
         stack=config.tiers.stack(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Saving:
         group: gloo process group of all ranks.
         device: of this rank.
         node: of this rank.
+        pace: takes the mean time of this rank's forward passes since it was taken last, seconds.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Saving:
         group: dist.ProcessGroup,
         device: torch.device,
         node: str,
+        pace: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._state, self._skips = state, attempt.skips
         self._steward, self._watch = steward, watch
@@ -77,6 +80,7 @@ class Saving:
             on_result=self._saved,
             inspect=watch.scan,
             signed=attempt.signed,
+            pace=pace,
         )
         self.prepare()
 
@@ -173,6 +177,7 @@ class Saving:
             "world_size": self._world_size,
             "files": [asdict(entry) for entry in result.files],
             "places": result.places,
+            "paces": result.paces,
             "direct": self._direct,
             "stall_s": result.stall_s,
             "upload_s": result.write_s,

@@ -36,6 +36,7 @@ from ray_ckpt.data.fixed import fixed_rows
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
+from ray_ckpt.elastic.passclock import PassClock
 from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.ending import Ending
 from ray_ckpt.facts import order_of
@@ -97,6 +98,7 @@ class Session:
         self._validation: Validation | None = None
         self._seen = time.monotonic()
         self._data_wait_s = self._between_s = 0.0
+        self._clock = PassClock(device)
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         """Spreads a model over the workers, as ``--parallel`` and ``--exact`` say.
@@ -199,6 +201,7 @@ class Session:
             group=self._group,
             device=self.device,
             node=self._node,
+            pace=self._clock.take,
         )
         self._ending = Ending(
             config=self.config,
@@ -294,6 +297,7 @@ class Session:
             self.plan.num_micro_batches,
         )
         now = time.monotonic()
+        self._clock.settle(counts=step != self._first_step)
         state.progress = Progress(
             step=step,
             samples=state.progress.samples + self.config.global_batch,
@@ -372,7 +376,7 @@ class Session:
     def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:
         count = self.plan.max_share if pads(self.config.parallel) else len(micro_batches)
         passes = passes_of(micro_batches, count, self.device)
-        return Batch(passes, self._spread_model(), self._before_pass, self.device)
+        return Batch(passes, self._spread_model(), self._before_pass, self.device, self._clock)
 
     def _before_pass(self, micro: MicroStep) -> None:
         # In exact mode dropout must not know who computes a micro-batch, nor how often it was computed.

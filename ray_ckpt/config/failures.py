@@ -9,6 +9,7 @@ from ray_ckpt.config.checks import at_least, flag, more_than_0, one_of
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy.hang import HangRule
 from ray_ckpt.policy.loops import LoopRule, OnCrashLoop, parse_budgets
+from ray_ckpt.policy.stragglers import StragglerRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,11 @@ class FailureOptions:
     hang_long_s: float = 1800.0
     """The same for what is no usual step: starting, restoring, the first step of an attempt, evaluations; seconds."""
 
+    straggler_factor: float = 1.5
+    """A node is a straggler whose workers take so many times as long for a forward pass as the others; 0 is off."""
+    straggler_saves: int = 3
+    """Saves in a row at which that must be so, and not be so any more."""
+
     def check_failures(self) -> None:
         """Refuses what cannot be.
 
@@ -50,6 +56,11 @@ class FailureOptions:
         if self.hang_factor != 0 and not 1 < self.hang_factor < math.inf:
             raise ConfigError(
                 f"--elastic.hang-factor {self.hang_factor}: must be more than 1, and finite; 0 looks for no hangs"
+            )
+        at_least(1, "--elastic.straggler-saves", self.straggler_saves)
+        if self.straggler_factor != 0 and not 1 < self.straggler_factor < math.inf:
+            raise ConfigError(
+                f"--elastic.straggler-factor {self.straggler_factor}: must be more than 1, and finite; 0 looks for none"
             )
         try:
             parse_budgets(self.max_failures)
@@ -69,3 +80,7 @@ class FailureOptions:
     def hang_rule(self) -> HangRule:
         """When a step that does not end is a hang."""
         return HangRule(factor=self.hang_factor, min_s=self.hang_min_s, long_s=self.hang_long_s)
+
+    def straggler_rule(self) -> StragglerRule:
+        """When a node is a straggler."""
+        return StragglerRule(factor=self.straggler_factor, saves=self.straggler_saves)

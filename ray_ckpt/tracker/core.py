@@ -15,6 +15,7 @@ This is the front that calls come to; each is checked, and goes to whose it is:
   :mod:`ray_ckpt.tracker.segments`;
 - the steps that workers tell: :mod:`ray_ckpt.tracker.standing`; their pace: :mod:`ray_ckpt.tracker.pace`;
 - what workers and driver are told to do: :mod:`ray_ckpt.tracker.steering`;
+- which nodes are slow: :mod:`ray_ckpt.tracker.stragglers`;
 - what becomes of a save: :mod:`ray_ckpt.tracker.saves`; of a state that is not finite:
   :mod:`ray_ckpt.tracker.sanity`;
 - where checkpoints are: :mod:`ray_ckpt.tracker.places`; how long they stay: :mod:`ray_ckpt.tracker.keeper`;
@@ -61,6 +62,7 @@ from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.standing import Standing
 from ray_ckpt.tracker.status import status_of
 from ray_ckpt.tracker.steering import Steering
+from ray_ckpt.tracker.stragglers import Stragglers
 
 __all__ = [
     "Attempt",
@@ -137,6 +139,7 @@ class TrackerCore:
             sanity=self._sanity,
             places=self._places,
             keeper=self._keeper,
+            stragglers=Stragglers(options.stragglers, self.memory, self._record),
             clock=clock,
         )
         loops = Loops(
@@ -341,7 +344,8 @@ class TrackerCore:
             generation: of the writer.
             save: ``step, samples, tokens, world_size, files [{path, bytes, checksum}], stall_s,
                 upload_s, metrics, guard, error, bitwise_comparable, skipped, validation``; and with tiers on the nodes
-                ``places``, a node to the files that its workers wrote.
+                ``places``, a node to the files that its workers wrote. ``paces``, of each rank its node and the mean
+                time of its forward passes, seconds, may be left out.
 
         Returns:
             Whether the checkpoint is committed.

@@ -22,12 +22,14 @@ class FailureMemory:
             made.
         plan: checkpoint that the newest attempt is restoring, as far as the journal tells; empty when it has.
         restore_failures: checkpoint to how many attempts failed while they restored it.
+        stragglers: nodes that are slower than the others, and how many times, as was told last.
     """
 
     failed: deque[Failure] = field(default_factory=lambda: deque(maxlen=RECENT_FAILURES))
     loop: dict[str, Any] | None = None
     plan: str = ""
     restore_failures: Counter[str] = field(default_factory=Counter)
+    stragglers: dict[str, float] = field(default_factory=dict)
 
     def _failed(self, event: dict[str, Any], generation: int, exposure_s: float) -> None:
         """Takes an interruption that nobody planned."""
@@ -54,3 +56,9 @@ class FailureMemory:
         """A checkpoint is not taken after all; which one is in its place is not told."""
         if name == self.plan:
             self.plan = ""
+
+    def _on_straggler(self, event: dict[str, Any]) -> None:
+        self.stragglers[str(event["node"])] = float(event["factor"])
+
+    def _on_straggler_over(self, event: dict[str, Any]) -> None:
+        self.stragglers.pop(str(event["node"]), None)

@@ -11,6 +11,7 @@ from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior, Seen
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.policy.loops import LoopRule
+from ray_ckpt.policy.stragglers import StragglerRule
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
 from ray_ckpt.tiers.holder import Source
@@ -61,6 +62,7 @@ class TrackerOptions:
         stack: the tiers.
         tier_steps: a tier to a fixed number of steps between its copies; one that is not named is decided.
         loops: when the run does not simply go on after a failure.
+        stragglers: when a node is one.
     """
 
     limits: IntervalLimits
@@ -74,6 +76,7 @@ class TrackerOptions:
     stack: Stack = field(default_factory=Stack)
     tier_steps: Mapping[str, int] = field(default_factory=dict)
     loops: LoopRule = field(default_factory=LoopRule)
+    stragglers: StragglerRule = field(default_factory=StragglerRule)
 
     def prior(self) -> ScalePrior:
         """How often the job fails, before any failure was seen."""

@@ -134,6 +134,17 @@ def _crash_loop(e: dict[str, Any]) -> str:
     return f"CRASH LOOP ({e['action']}): {e['reason']}"
 
 
+def _straggler(e: dict[str, Any]) -> str:
+    return (
+        f"STRAGGLER: rank {e['rank']} on node {e['node'][:12]} takes {e['factor']:.2f} times as long for a forward pass as "
+        f"the others ({human_duration(e['pace_s'])} and {human_duration(e['others_s'])}), at {e['saves']} saves in a row"
+    )
+
+
+def _straggler_over(e: dict[str, Any]) -> str:
+    return f"node {e['node'][:12]} is no straggler any more ({e['factor']:.2f} times the time of the others)"
+
+
 def _save_requested(e: dict[str, Any]) -> str:
     return f"a save at the next step was asked for: {e['reason']}"
 
@@ -215,6 +226,8 @@ _TELLERS = {
     "skipped": _skipped,
     "interruption": _interruption,
     "hang": _hang,
+    "straggler": _straggler,
+    "straggler_over": _straggler_over,
     "crash_loop": _crash_loop,
     "segment": _segment,
     "alert": _alert,

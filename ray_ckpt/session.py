@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from ray_ckpt.data.feed import Feed, MicroBatch, Transform
 from ray_ckpt.data.fixed import fixed_rows
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
+from ray_ckpt.elastic.leash import Leash
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
 from ray_ckpt.elastic.passclock import PassClock
 from ray_ckpt.elastic.whereabouts import HERE
@@ -64,6 +66,8 @@ class Session:
         device: of this rank.
         nodes: on rank 0, node of each rank, for the record.
         node: of this rank.
+        check: on every rank, asks the tracker whether an attempt, by its number, is the present one; None: nobody is
+            there to be asked.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Session:
         device: torch.device,
         nodes: list[str] | None = None,
         node: str = "",
+        check: Callable[[int], object] | None = None,
     ) -> None:
         HERE.enter("start", 0)
         self.config, self.device = config, device
@@ -99,6 +104,8 @@ class Session:
         self._seen = time.monotonic()
         self._data_wait_s = self._between_s = 0.0
         self._clock = PassClock(device)
+        self._check = check
+        self._leash: Leash | None = None
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
         """Spreads a model over the workers, as ``--parallel`` and ``--exact`` say.
@@ -212,6 +219,10 @@ class Session:
             saving=self._saving,
             skips=attempt.skips,
         )
+        if self._check is not None and self.config.elastic.leash_s:
+            present = partial(self._check, attempt.generation)
+            self._leash = Leash(present, self.config.elastic.leash_s)
+            self._leash.start()
         HERE.enter("between", self._first_step)
         self._seen = time.monotonic()
         return state
@@ -347,6 +358,8 @@ class Session:
         HERE.enter("close")
         self._ending.close()
         HERE.enter("done")
+        if self._leash is not None:
+            self._leash.stop()
 
     # ---- inside ---------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class FailureOptions:
     hang_long_s: float = 1800.0
     """The same for what is no usual step: starting, restoring, the first step of an attempt, evaluations; seconds."""
 
+    leash_s: float = 60.0
+    """A worker asks whether its attempt is over when no step ended for so long, and ends if so; seconds, 0 is off."""
     straggler_factor: float = 1.5
     """A node is a straggler whose workers take so many times as long for a forward pass as the others; 0 is off."""
     straggler_saves: int = 3
@@ -49,10 +51,11 @@ class FailureOptions:
         one_of(OnCrashLoop, "--elastic.on-crash-loop", self.on_crash_loop)
         for name in ("failure_window_s", "hang_min_s", "hang_long_s"):
             more_than_0(f"--elastic.{flag(name)}", getattr(self, name), " s")
-        if not 0 <= self.backoff_s < math.inf:
-            raise ConfigError(
-                f"--elastic.backoff-s {self.backoff_s}: must be 0 or more, and finite; 0 never waits"
-            )
+        for name, off in (("backoff_s", "0 never waits"), ("leash_s", "0 never asks")):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"--elastic.{flag(name)} {getattr(self, name)}: must be 0 or more, and finite; {off}"
+                )
         if self.hang_factor != 0 and not 1 < self.hang_factor < math.inf:
             raise ConfigError(
                 f"--elastic.hang-factor {self.hang_factor}: must be more than 1, and finite; 0 looks for no hangs"

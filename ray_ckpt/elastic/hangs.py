@@ -189,7 +189,7 @@ class Watcher:
         generation = max(0, self._pulse.generation)
         folder = folder_of(self._run_dir, self._time_s(), generation)
         problem = write_dumps(folder, texts)
-        named = suspects({rank: look and look.where for rank, look in looks.items()})
+        named = suspects({r: None if look is None else look.where for r, look in looks.items()})
         hang = Hang(
             generation=generation,
             step=self._pulse.step,

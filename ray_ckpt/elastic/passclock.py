@@ -1,7 +1,8 @@
 """How long a rank takes by itself: the time of a forward pass, which waits for nobody.
 
-Everything after the forward pass may wait for other ranks, so that all ranks take the same time for a step, and the slow
-one cannot be told by it. Ranks may have different numbers of passes: one of each step is measured, the first.
+Everything after the forward pass may wait for other ranks, so that all take the same time for a step, and the slow one
+cannot be told by it. Ranks may have different numbers of passes: one of each step is measured, the first. Shards
+(FSDP2) are gathered in the forward pass too, where a slow rank is waited for: there the others look nearly as slow.
 """
 
 from __future__ import annotations

@@ -310,6 +310,14 @@ class TrackerCore:
         """
         return self._attempts.interrupted(kind, cause, group=group, **more)
 
+    def check(self, generation: int) -> None:
+        """Lets a worker know whether its attempt is the present one.
+
+        Raises:
+            StaleGenerationError: it is over.
+        """
+        self._fence.check(generation)
+
     def hang(self, **found: Any) -> None:
         """Notes that a hang was found, before anybody is ended for it; it is the controller that calls.
 

@@ -136,8 +136,9 @@ def _crash_loop(e: dict[str, Any]) -> str:
 
 def _straggler(e: dict[str, Any]) -> str:
     return (
-        f"STRAGGLER: rank {e['rank']} on node {e['node'][:12]} takes {e['factor']:.2f} times as long for a forward pass as "
-        f"the others ({human_duration(e['pace_s'])} and {human_duration(e['others_s'])}), at {e['saves']} saves in a row"
+        f"STRAGGLER: rank {e['rank']} on node {e['node'][:12]} takes {e['factor']:.2f} times as long for a forward "
+        f"pass as the others ({human_duration(e['pace_s'])} and {human_duration(e['others_s'])}), at {e['saves']} "
+        "saves in a row"
     )
 
 

@@ -63,7 +63,7 @@ def save(run: Run, **paces: float) -> list[str]:
     """A save; returns what was told of stragglers."""
     before = len(run.journal("straggler", "straggler_over"))
     run.train(1)
-    run.save(paces=[(node, pace) for node, pace in paces.items()])
+    run.save(paces=list(paces.items()))
     events = run.journal("straggler", "straggler_over")[before:]
     return [f"{event['event']} {event['node']} rank {event['rank']}" for event in events]
 

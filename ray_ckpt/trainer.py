@@ -152,6 +152,7 @@ def _fit(
                 node_loss_wait_s=elastic.node_loss_wait_s,
                 run_dir=config.run_dir,
                 hang_rule=elastic.hang_rule(),
+                exclude_after=elastic.exclude_after,
             ),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),

@@ -34,6 +34,8 @@ class FailureOptions:
     hang_long_s: float = 1800.0
     """The same for what is no usual step: starting, restoring, the first step of an attempt, evaluations; seconds."""
 
+    exclude_after: int = 3
+    """Hangs of which a node is suspected before it gets no more workers, if the fewest still fit; 0 for any number."""
     leash_s: float = 60.0
     """A worker asks whether its attempt is over when no step ended for so long, and ends if so; seconds, 0 is off."""
     straggler_factor: float = 1.5
@@ -60,6 +62,7 @@ class FailureOptions:
             raise ConfigError(
                 f"--elastic.hang-factor {self.hang_factor}: must be more than 1, and finite; 0 looks for no hangs"
             )
+        at_least(0, "--elastic.exclude-after", self.exclude_after)
         at_least(1, "--elastic.straggler-saves", self.straggler_saves)
         if self.straggler_factor != 0 and not 1 < self.straggler_factor < math.inf:
             raise ConfigError(

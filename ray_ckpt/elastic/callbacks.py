@@ -16,6 +16,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.train import UserCallback
 
+from ray_ckpt.elastic.avoidance import Avoidance
 from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
 from ray_ckpt.elastic.hangs import Hang, HangWatch
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
@@ -187,6 +188,7 @@ def make_callbacks(
     node_loss_wait_s: float,
     run_dir: Path | None = None,
     hang_rule: HangRule | None = None,
+    exclude_after: int = 0,
 ) -> list[Any]:
     """The callbacks of a run, for ``RunConfig(callbacks=...)``.
 
@@ -196,9 +198,16 @@ def make_callbacks(
         node_loss_wait_s: longest wait for a dead node to be noticed, seconds.
         run_dir: the run's folder, for what workers do in a hang.
         hang_rule: when a hang is one; None never looks.
+        exclude_after: hangs of which a node is suspected before it gets no more workers; 0 for any number.
     """
     group = _Group(run, node_loss_wait_s)
-    callbacks = [GroupWatch(group), WorkerErrors(group), ControllerDecisions(group, save_timeout_s)]
+    callbacks: list[Any] = [
+        GroupWatch(group),
+        WorkerErrors(group),
+        ControllerDecisions(group, save_timeout_s),
+    ]
     if hang_rule is not None and hang_rule.watches and run_dir is not None:
         callbacks.append(HangWatch(group, hang_rule, run_dir))
+    if exclude_after:
+        callbacks.append(Avoidance(run, exclude_after))
     return callbacks

@@ -326,6 +326,20 @@ class TrackerCore:
         """
         self._record("hang", **found)
 
+    def suspected(self) -> dict[str, int]:
+        """How many hangs each node was suspected of."""
+        return dict(self.memory.suspected)
+
+    def exclude(self, nodes: list[str], names: list[str], times: list[int]) -> None:
+        """Notes which nodes get no workers from now on.
+
+        Args:
+            nodes: Ray's names of them; none when all may have workers again.
+            names: the same for people.
+            times: how often each was suspected.
+        """
+        self._record("excluded", nodes=nodes, names=names, times=times)
+
     def finished(self, generation: int, step: int) -> None:
         """Notes that the run is complete."""
         self._fence.check(generation)

@@ -22,6 +22,8 @@ class FailureMemory:
             made.
         plan: checkpoint that the newest attempt is restoring, as far as the journal tells; empty when it has.
         restore_failures: checkpoint to how many attempts failed while they restored it.
+        suspected: node to how many hangs it was suspected of.
+        excluded: nodes that get no workers.
         stragglers: nodes that are slower than the others, and how many times, as was told last.
     """
 
@@ -29,12 +31,15 @@ class FailureMemory:
     loop: dict[str, Any] | None = None
     plan: str = ""
     restore_failures: Counter[str] = field(default_factory=Counter)
+    suspected: Counter[str] = field(default_factory=Counter)
+    excluded: tuple[str, ...] = ()
     stragglers: dict[str, float] = field(default_factory=dict)
 
     def _failed(self, event: dict[str, Any], generation: int, exposure_s: float) -> None:
         """Takes an interruption that nobody planned."""
         if event.get("restoring"):
             self.restore_failures[str(event["restoring"])] += 1
+        self.suspected.update(map(str, event.get("suspect_nodes", ())))
         self.failed.append(
             Failure(
                 generation=generation,
@@ -56,6 +61,9 @@ class FailureMemory:
         """A checkpoint is not taken after all; which one is in its place is not told."""
         if name == self.plan:
             self.plan = ""
+
+    def _on_excluded(self, event: dict[str, Any]) -> None:
+        self.excluded = tuple(map(str, event["nodes"]))
 
     def _on_straggler(self, event: dict[str, Any]) -> None:
         self.stragglers[str(event["node"])] = float(event["factor"])

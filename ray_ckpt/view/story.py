@@ -134,6 +134,13 @@ def _crash_loop(e: dict[str, Any]) -> str:
     return f"CRASH LOOP ({e['action']}): {e['reason']}"
 
 
+def _excluded(e: dict[str, Any]) -> str:
+    if not e["nodes"]:
+        return "no node is left out any more"
+    nodes = (f"{name} ({times} hangs)" for name, times in zip(e["names"], e["times"], strict=True))
+    return f"EXCLUDED, as suspected too often: no workers on node {', '.join(nodes)}"
+
+
 def _straggler(e: dict[str, Any]) -> str:
     return (
         f"STRAGGLER: rank {e['rank']} on node {e['node'][:12]} takes {e['factor']:.2f} times as long for a forward "
@@ -227,6 +234,7 @@ _TELLERS = {
     "skipped": _skipped,
     "interruption": _interruption,
     "hang": _hang,
+    "excluded": _excluded,
     "straggler": _straggler,
     "straggler_over": _straggler_over,
     "crash_loop": _crash_loop,

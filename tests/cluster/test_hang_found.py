@@ -31,7 +31,8 @@ STEPS = 300
 
 def workers_of(driver: int) -> list[psutil.Process]:
     """Processes of the training workers of a job."""
-    return [p for p in processes_of(driver) if "RayTrainWorker" in " ".join(p.cmdline())]
+    below = [child for p in processes_of(driver) for child in p.children(recursive=True)]
+    return list({p for p in below if "RayTrainWorker" in " ".join(p.cmdline())})
 
 
 def test_a_frozen_worker_is_found_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_ckpt.elastic import callbacks
 from ray_ckpt.elastic.causes import Cause
 from ray_ckpt.elastic.dumps import KEPT, folder_of, write_dumps
 from ray_ckpt.elastic.hangs import Hang, Watcher
@@ -279,6 +280,24 @@ def test_when_nobody_can_be_named_or_the_suspect_does_not_end_it_all_are_ended(
     stage.ended.clear()
     stage.watcher.end(hang, lambda seconds: False)
     assert stage.ended == [([0, 1, 2], []), ([0, 1, 2], [0, 1, 2])]
+
+
+def test_the_end_of_a_group_that_hung_is_told_as_a_hang_and_the_next_group_is_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stage = Stage(tmp_path, at(8, "agree"), None)
+    group = callbacks._Group("run", 1.0)
+    died = Cause(kind="worker_error", text="the process of rank 1 died")
+    monkeypatch.setattr(callbacks, "ask_again", lambda workers, timeout_s: {})
+    monkeypatch.setattr(callbacks, "dead_nodes", lambda workers: {})
+    monkeypatch.setattr(callbacks, "find_cause", lambda errors, nodes: died)
+    group.start([])
+    assert group.cause() is died
+    group.hang = stage.until_found(100)
+    assert group.cause().kind == "hang"
+    assert group.cause().more["suspect_nodes"] == ["id-1"]
+    group.start([])
+    assert group.cause() is died
 
 
 # ---- files ----------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Session:
         self._seen = time.monotonic()
         self._data_wait_s = self._between_s = 0.0
         self._clock = PassClock(device)
-        self._check = check
+        self._is_present = check
         self._leash: Leash | None = None
 
     def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
@@ -219,8 +219,8 @@ class Session:
             saving=self._saving,
             skips=attempt.skips,
         )
-        if self._check is not None and self.config.elastic.leash_s:
-            present = partial(self._check, attempt.generation)
+        if self._is_present is not None and self.config.elastic.leash_s:
+            present = partial(self._is_present, attempt.generation)
             self._leash = Leash(present, self.config.elastic.leash_s)
             self._leash.start()
         HERE.enter("between", self._first_step)

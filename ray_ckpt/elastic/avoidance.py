@@ -1,7 +1,10 @@
 """Keeps workers away from nodes that were suspected of hangs too often.
 
 ``on_controller_start_worker_group`` may return a label selector for the group, and ``{"ray.io/node-id": "!in(...)"}``
-keeps it off nodes (tried with Ray 2.60). Ray's elastic policy does not look at it when it counts: SELECTOR_FINDING
+keeps it off nodes. Ray's elastic policy does not look at it, nor does its coordinator when it reserves. Tried with Ray
+2.60 on three nodes with room for one worker each, one of them left out: it counts 3, asks for 3 workers that find no
+place, waits for the start timeout, and asks for 3 again, without end. With
+:func:`ray_ckpt.ray_private.count_without` the same run starts with 2 workers on the other nodes at once.
 """
 
 from __future__ import annotations

@@ -42,9 +42,13 @@ class RayCrew:
         """Ray's name of the node of a rank."""
         return str(self._workers[rank].metadata.node_id)
 
-    def node_name(self, rank: int) -> str:
-        """The same for people."""
-        return node_names().get(self.node_id(rank)) or str(self._workers[rank].metadata.node_ip)
+    def names(self) -> dict[int, str]:
+        """The same of all ranks, for people."""
+        named = node_names()
+        return {
+            rank: named.get(self.node_id(rank)) or str(self._workers[rank].metadata.node_ip)
+            for rank in self.ranks
+        }
 
     def pid(self, rank: int) -> int:
         """Number of the process of a rank, on its node."""

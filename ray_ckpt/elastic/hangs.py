@@ -40,7 +40,7 @@ class Crew(Protocol):
 
     def node_id(self, rank: int) -> str: ...
 
-    def node_name(self, rank: int) -> str: ...
+    def names(self) -> dict[int, str]: ...
 
     def pid(self, rank: int) -> int: ...
 
@@ -87,6 +87,14 @@ class Hang:
         usual = "" if self.usual_s is None else f" (usually {self.usual_s:.3g} s)"
         on = f", on node {', '.join(dict.fromkeys(self.names))}" if self.names else ""
         return f"no step for {self.quiet_s:.0f} s{usual} after step {self.step}: {self.why}{on}"
+
+    @property
+    def places(self) -> dict[str, list[int]]:
+        """Ranks by where they are: of a thousand most are at the same place."""
+        found: dict[str, list[int]] = {}
+        for rank, where in self.where.items():
+            found.setdefault(where, []).append(rank)
+        return found
 
     def cause(self, found: Cause) -> Cause:
         """Why the group ended, that failed as ``found`` once the suspect was ended."""
@@ -177,7 +185,7 @@ class Watcher:
 
     def _found(self, looks: dict[int, Look | None], usual_s: float | None, quiet_s: float) -> Hang:
         crew = self._crew
-        names = {rank: crew.node_name(rank) for rank in looks}
+        names = crew.names()
         silent = [rank for rank, look in looks.items() if look is None]
         outside = crew.outside(silent, look=True)
         texts = {
@@ -215,7 +223,7 @@ class Watcher:
                 suspects=list(hang.suspects),
                 nodes=list(hang.nodes),
                 reason=hang.text,
-                where={str(rank): where for rank, where in hang.where.items()},
+                where=hang.places,
                 dumps=hang.dumps,
             )
         except (RayCkptError, RayError) as error:
@@ -229,7 +237,7 @@ _SILENT = "no answer"
 def _in_words(look: Look | None) -> str:
     if look is None:
         return _SILENT
-    return f"{look.where.phase} of step {look.where.step} for {look.age_s:.0f} s"
+    return f"{look.where.phase} of step {look.where.step}"
 
 
 class HangWatch(WorkerGroupCallback):

@@ -6,17 +6,21 @@ Decisions are pure (:mod:`ray_ckpt.policy.loops`); the way back is the one of a 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from ray_ckpt.checkpoint.listing import Listed
+from ray_ckpt.errors import StorageError
 from ray_ckpt.policy.loops import LoopRule, loops, over_budget, story
 from ray_ckpt.skips import Skip, skip_past
 from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.records import BUNDLE_S
 from ray_ckpt.tracker.rollback import choose
+
+logger = logging.getLogger(__name__)
 
 MOST_SLACK_STEPS = 3
 
@@ -53,9 +57,14 @@ class Loops:
         Args:
             step_time_s: time of a step, seconds; None while it is not known.
 
-        Raises:
-            StorageError: the decision cannot be put on record, which the next attempt goes by.
         """
+        try:
+            self._look(step_time_s)
+        except StorageError:
+            # Nobody would go by a decision that is not on record: the next failure decides again.
+            logger.exception("what to do about failures that come again cannot be decided now")
+
+    def _look(self, step_time_s: float | None) -> None:
         failures, rule = list(self._memory.failed), self._rule
         # Rank 0 tells its steps in bundles: the last one of a worker that dies is lost. Where steps are so quick that
         # this is many of them, failures of different steps would look the same.
@@ -82,7 +91,10 @@ class Loops:
         if kind not in ("worker_error", "hang") or not self._memory.attempt_open or not name:
             return ""
         tired = self._memory.restore_failures
-        others = (entry.folder.name for entry in self._on_course())
+        try:
+            others = [entry.folder.name for entry in self._on_course()]
+        except StorageError:
+            return ""  # what else there is cannot be told now
         # The last one is never given up: if nothing else is left, the run is.
         return name if any(o != name and tired[o] < self._rule.tries for o in others) else ""
 

@@ -154,8 +154,8 @@ class Stage:
     def node_id(self, rank: int) -> str:
         return f"id-{rank}"
 
-    def node_name(self, rank: int) -> str:
-        return f"node-{rank}"
+    def names(self) -> dict[int, str]:
+        return {rank: f"node-{rank}" for rank in self.ranks}
 
     def pid(self, rank: int) -> int:
         return 1000 + rank
@@ -203,6 +203,7 @@ def test_a_frozen_worker_is_found_after_the_limit_and_told_with_its_files(tmp_pa
     assert told[0] == "hang"
     assert told[1]["suspects"] == [1]
     assert told[1]["dumps"] == hang.dumps
+    assert told[1]["where"] == {"backward of step 8": [0], "no answer": [1]}
     stage.watcher.end(hang, lambda seconds: True)
     assert stage.ended == [([1], [1])], "the suspect alone is ended, on its node"
     cause = hang.cause(Cause(kind="worker_error", text="the process of rank 1 died"))

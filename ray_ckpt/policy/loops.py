@@ -87,8 +87,6 @@ def loops(failures: Sequence[Failure], rule: LoopRule, slack_steps: int) -> bool
         rule: the options.
         slack_steps: steps that may lie between two that are the same: the last lines of a worker that dies are lost.
     """
-    if not failures or failures[-1].restoring:
-        return False
     last = [failure for failure in failures if not failure.restoring][-rule.tries :]
     if len(last) < rule.tries or last[-1].kind not in OWN_KINDS:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from test_tracker_core import OPTIONS, Run
 
 from ray_ckpt.checkpoint.guard import GuardRule
+from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.config import ElasticConfig
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy.loops import (
@@ -206,7 +208,8 @@ def test_failures_at_other_steps_or_of_another_kind_are_no_loop(tmp_path: Path) 
 def test_a_rollback_goes_one_checkpoint_further_back_each_time_and_then_stops(
     tmp_path: Path,
 ) -> None:
-    run = Run(tmp_path, options(tries=2, on_loop="rollback"))
+    # Each time back begins a new count of attempts that got nowhere, too.
+    run = Run(tmp_path, replace(options(tries=2, on_loop="rollback"), max_fruitless=3))
     saved(run, 2, 4, 6)
     run.train(1, step_time_s=1.0)
     fail(run)
@@ -321,9 +324,30 @@ def test_a_restore_that_succeeds_clears_the_copy(tmp_path: Path) -> None:
     assert [fail_in_restore(run) for _ in range(2)] == [newer, newer]
 
 
+def test_a_copy_that_is_the_only_one_left_is_tried_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, options(tries=2))
+    saved(run, 2, 4)
+    fail(run)
+    newer = [fail_in_restore(run) for _ in range(2)][-1]
+    (older,) = [name for name in run.usable() if name != newer]
+    shutil.rmtree(run.dir / "checkpoints" / older)
+    plan = run.core.begin_attempt(2, ["node-a"]).plan
+    assert plan is not None
+    assert plan.name == newer
+
+
 def test_a_lost_node_and_a_rejected_copy_say_nothing_of_the_plan(tmp_path: Path) -> None:
     run = Run(tmp_path, options(tries=2))
     saved(run, 2, 4)
     fail(run)
     newer = fail_in_restore(run, "node_loss")
     assert run.core.memory.restore_failures[newer] == 0
+    # The newer one fails verification: what fails then is the restore of another one.
+    plan = run.core.begin_attempt(2, ["node-a"]).plan
+    assert plan is not None
+    fault = Fault(path="__0_0.distcp", fault="not as written")
+    other = run.core.reject(run.generation, newer, [fault])
+    assert other is not None
+    assert other.name != newer
+    fail(run)
+    assert not run.core.memory.restore_failures

@@ -4,7 +4,7 @@ A worker of Ray Train runs its training function in a thread of its own, so its 
 hangs: it tells its whereabouts and what each of its threads is doing (:func:`look_around`). A process that is stopped,
 or that does not let go of Python's lock, does not answer; that says something too.
 
-A change costs some tenths of a microsecond, and nothing is sent.
+A change costs less than a microsecond, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PHASES = (
     "start",  # the program begins: data, model
@@ -37,8 +38,7 @@ PHASES = (
 STACKS_BYTES = 64 << 10  # of one process; what its threads do is in the innermost frames
 
 
-@dataclass(frozen=True, slots=True)
-class Whereabouts:
+class Whereabouts(NamedTuple):  # a frozen dataclass takes about twice as long to make
     """Where a process is.
 
     Attributes:

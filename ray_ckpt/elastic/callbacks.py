@@ -161,8 +161,16 @@ class ControllerDecisions(ControllerCallback):
         tracker = RayTracker(self._group.run)
         try:
             self._save_first(tracker, workers)
-            cause = f"the cluster has room for {workers} workers"
-            tracker.call("interruption", kind="resize", cause=cause, group=self._group.word)
+            cause = Cause(kind="resize", text=f"the cluster has room for {workers} workers")
+            if self._group.hang is not None:
+                cause = self._group.hang.cause(cause)  # found while the save was waited for
+            tracker.call(
+                "interruption",
+                kind=cause.kind,
+                cause=cause.text,
+                group=self._group.word,
+                **cause.more,
+            )
         except (RayCkptError, RayError) as error:
             # The resize happens anyway; what was not saved is done again.
             logger.warning("no save before the resize to %d workers: %s", workers, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,6 +300,22 @@ def test_the_end_of_a_group_that_hung_is_told_as_a_hang_and_the_next_group_is_a_
     assert group.cause().more["suspect_nodes"] == ["id-1"]
     group.start([])
     assert group.cause() is died
+
+
+def test_a_hang_that_is_found_while_a_resize_waits_for_its_save_is_told_as_a_hang(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stage = Stage(tmp_path, at(8, "agree"), None)
+    stage.status["saves_settled"] = 3
+    hang = stage.until_found(100)
+    monkeypatch.setattr(callbacks, "RayTracker", lambda run: stage)
+    monkeypatch.setattr(callbacks.time, "sleep", lambda seconds: setattr(group, "hang", hang))
+    group = callbacks._Group("run", 1.0)
+    group.start([object()])
+    decisions = callbacks.ControllerDecisions(group, save_timeout_s=1e9)
+    decisions.before_controller_execute_resize_decision(SimpleNamespace(num_workers=3))
+    method, told = stage.told[-1]
+    assert (method, told["kind"], told["suspect_ranks"]) == ("interruption", "hang", [1])
 
 
 # ---- files ----------------------------------------------------------------------------------------

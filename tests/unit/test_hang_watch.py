@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ckpt.elastic import callbacks
+from ray_ckpt.elastic import callbacks, dumps
 from ray_ckpt.elastic.causes import Cause
 from ray_ckpt.elastic.dumps import KEPT, folder_of, write_dumps
 from ray_ckpt.elastic.hangs import Hang, Watcher
@@ -331,6 +332,19 @@ def test_only_the_newest_hangs_keep_their_files(tmp_path: Path) -> None:
 def test_files_that_cannot_be_written_stop_nothing(tmp_path: Path) -> None:
     (tmp_path / "hangs").write_text("in the way")
     assert write_dumps(folder_of(tmp_path, 1.7e9, 1), {0: "x"}) != ""
+
+
+def test_a_look_from_outside_tells_what_the_kernel_says_and_ends_only_workers_of_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dumps, "_spy_says", lambda pid, spy_s: f"py-spy of {pid}")
+    text = dumps.look_and_end(os.getpid(), look=True, end=True)
+    assert "State: R" in text
+    assert f"py-spy of {os.getpid()}" in text
+    assert "killed: False" in text, (
+        "this process is no worker of Ray, and another may have a worker's number"
+    )
+    assert "No such" in dumps.look_from_outside(2**22 + 1)
 
 
 @given(st.text("aä€\n", max_size=300), st.integers(80, 200))

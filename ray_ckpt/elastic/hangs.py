@@ -62,6 +62,7 @@ class Hang:
         step: the last that was told.
         quiet_s: how long nothing had come when it was found, seconds.
         usual_s: time of a step, None while it is not known.
+        option: that said how long nothing may come, with its value.
         suspects: ranks.
         nodes: Ray's names of their nodes, in the same order.
         names: the same for people.
@@ -74,6 +75,7 @@ class Hang:
     step: int
     quiet_s: float
     usual_s: float | None
+    option: str
     suspects: tuple[int, ...]
     nodes: tuple[str, ...]
     names: tuple[str, ...]
@@ -84,9 +86,10 @@ class Hang:
     @property
     def text(self) -> str:
         """In one sentence."""
-        usual = "" if self.usual_s is None else f" (usually {self.usual_s:.3g} s)"
+        usual = "" if self.usual_s is None else f"usually {self.usual_s:.3g} s; "
         on = f", on node {', '.join(dict.fromkeys(self.names))}" if self.names else ""
-        return f"no step for {self.quiet_s:.0f} s{usual} after step {self.step}: {self.why}{on}"
+        limit = f"({usual}{self.option})"
+        return f"no step for {self.quiet_s:.0f} s after step {self.step} {limit}: {self.why}{on}"
 
     @property
     def places(self) -> dict[str, list[int]]:
@@ -154,7 +157,7 @@ class Watcher:
             return None
         if self._beat() is None or self._pulse is not pulse:
             return None  # it goes on
-        return self._found(looks, usual_s, self._clock() - pulse.since_s)
+        return self._found(looks, usual_s, long)
 
     def end(self, hang: Hang, is_over: Callable[[float], bool]) -> None:
         """Ends the suspects, and all when that does not end the group.
@@ -183,8 +186,8 @@ class Watcher:
         self._pulse = self._pulse.seen(open_, int(status["step"]), stepped, self._clock())
         return status
 
-    def _found(self, looks: dict[int, Look | None], usual_s: float | None, quiet_s: float) -> Hang:
-        crew = self._crew
+    def _found(self, looks: dict[int, Look | None], usual_s: float | None, long: bool) -> Hang:
+        crew, quiet_s = self._crew, self._clock() - self._pulse.since_s
         names = crew.names()
         silent = [rank for rank, look in looks.items() if look is None]
         outside = crew.outside(silent, look=True)
@@ -203,6 +206,7 @@ class Watcher:
             step=self._pulse.step,
             quiet_s=quiet_s,
             usual_s=usual_s,
+            option=self._rule.option(usual_s, long=long),
             suspects=named.ranks,
             nodes=tuple(crew.node_id(rank) for rank in named.ranks),
             names=tuple(names[rank] for rank in named.ranks),

@@ -38,6 +38,15 @@ class HangRule:
         step_s = max(self.min_s, self.factor * (usual_s or 0.0))
         return max(step_s, self.long_s) if long or usual_s is None else step_s
 
+    def option(self, usual_s: float | None, *, long: bool) -> str:
+        """The option that the limit comes from, with its value."""
+        limit_s = self.limit_s(usual_s, long=long)
+        if limit_s == self.long_s and (long or usual_s is None):
+            return f"--elastic.hang-long-s {self.long_s:g}"
+        if limit_s == self.min_s:
+            return f"--elastic.hang-min-s {self.min_s:g}"
+        return f"--elastic.hang-factor {self.factor:g}"
+
     @property
     def tick_s(self) -> float:
         """How often to look, seconds: often beside the least limit, and not for nothing."""

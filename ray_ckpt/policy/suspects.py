@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ray_ckpt.elastic.whereabouts import PHASES, Whereabouts
+from ray_ckpt.policy.phases import PHASES, Whereabouts
 
 # Where a worker may be waiting for others: whoever is elsewhere is by itself.
 WAITING = frozenset({"forward", "backward", "reduce", "optimizer", "agree", "save", "validate"})

@@ -16,9 +16,10 @@ from ray_ckpt.elastic import callbacks, dumps
 from ray_ckpt.elastic.causes import Cause
 from ray_ckpt.elastic.dumps import KEPT, folder_of, write_dumps
 from ray_ckpt.elastic.hangs import Hang, Watcher
-from ray_ckpt.elastic.whereabouts import PHASES, Here, Look, Whereabouts, cut, stacks_of_threads
+from ray_ckpt.elastic.whereabouts import Here, Look, cut, stacks_of_threads
 from ray_ckpt.errors import StorageError
 from ray_ckpt.policy.hang import HangRule, Pulse
+from ray_ckpt.policy.phases import PHASES, Whereabouts
 from ray_ckpt.policy.suspects import LONG, WAITING, needs_long, suspects
 
 RULE = HangRule(factor=10.0, min_s=30.0, long_s=600.0)

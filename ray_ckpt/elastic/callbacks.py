@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ray.train import UserCallback
 
 from ray_ckpt.elastic.avoidance import Avoidance
 from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
+from ray_ckpt.elastic.crew import step_worked_on
 from ray_ckpt.elastic.hangs import Hang, HangWatch
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
@@ -67,7 +69,16 @@ class _Group:
             logger.warning("the failed workers could not be looked at: %s", error)
             nodes = {}
         found = find_cause(errors, nodes)
-        return found if self.hang is None else self.hang.cause(found)
+        found = found if self.hang is None else self.hang.cause(found)
+        return replace(found, more={**found.more, "at_step": self._step()})
+
+    def _step(self) -> int:
+        """The step that was worked on; 0 when nobody knows."""
+        try:
+            return step_worked_on(self.workers)
+        except RayError as error:
+            logger.warning("the failed workers could not be asked for their step: %s", error)
+            return 0
 
     def forget(self) -> None:
         """The group is gone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -15,10 +16,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ckpt.elastic.dumps import SPY_S, look_and_end
-from ray_ckpt.elastic.whereabouts import Look, look_around
+from ray_ckpt.elastic.whereabouts import HERE, Look, look_around
 
 logger = logging.getLogger(__name__)
 
+STEP_S = 3.0  # that the workers of a group that has failed have to say where they were
 ASK_S = 10.0  # that a worker has to answer
 OUTSIDE_S = SPY_S + 20.0  # that a look on a node may take, with the start of a process there
 
@@ -104,6 +106,24 @@ class RayCrew:
             except (RayError, ValueError) as error:
                 logger.warning("rank %d could not be told to end: %s", rank, error)
         self.outside([rank for rank in silent if rank in ranks], end=True)
+
+
+def step_worked_on(workers: Sequence[Any]) -> int:
+    """The step that a group worked on when it failed, counted from 1; 0 when no worker of it can be asked.
+
+    A worker whose training function has failed still answers, and so do those that waited for one that died.
+    """
+    refs = [worker.execute_async(_step) for worker in workers]
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=STEP_S)
+    steps = [0]
+    for ref in ready:
+        with suppress(RayError):  # the one that died
+            steps.append(int(ray.get(ref)))
+    return max(steps)
+
+
+def _step() -> int:
+    return HERE.now.step
 
 
 def node_names() -> dict[str, str]:

@@ -30,7 +30,8 @@ class Failure:
         generation: of the attempt.
         kind: such as "worker_error".
         cause: in words.
-        step: last one executed before it.
+        step: last one executed before it, as far as was told.
+        at_step: that was worked on, when a worker could still be asked; 0 when none could.
         exposure_s: training time of the run up to it, seconds.
         nodes: that are known to be part of it.
         files: folder of what is known of it, relative to the run's; empty for nothing.
@@ -45,6 +46,12 @@ class Failure:
     nodes: tuple[str, ...] = ()
     files: str = ""
     restoring: str = ""
+    at_step: int = 0
+
+    @property
+    def finished_steps(self) -> int:
+        """Steps that were finished before it; those that were told, when nobody knows better."""
+        return max(self.step, self.at_step - 1)
 
     @property
     def signature(self) -> str:
@@ -90,7 +97,7 @@ def loops(failures: Sequence[Failure], rule: LoopRule, slack_steps: int) -> bool
     last = [failure for failure in failures if not failure.restoring][-rule.tries :]
     if len(last) < rule.tries or last[-1].kind not in OWN_KINDS:
         return False
-    steps = [failure.step for failure in last]
+    steps = [failure.finished_steps for failure in last]
     same = len({failure.signature for failure in last}) == 1
     return same and max(steps) - min(steps) <= slack_steps
 

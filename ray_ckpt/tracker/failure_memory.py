@@ -50,6 +50,7 @@ class FailureMemory:
                 nodes=tuple(map(str, event.get("suspect_names", ()))),
                 files=str(event.get("dumps", "")),
                 restoring=str(event.get("restoring", "")),
+                at_step=int(event.get("at_step", 0)),
             )
         )
 

@@ -68,14 +68,16 @@ class Loops:
         failures, rule = list(self._memory.failed), self._rule
         # Rank 0 tells its steps in bundles: the last one of a worker that dies is lost. Where steps are so quick that
         # this is many of them, failures of different steps would look the same.
-        slack = min(MOST_SLACK_STEPS, math.ceil(BUNDLE_S / step_time_s)) if step_time_s else 0
-        if loops(failures, rule, slack):
+        late = math.ceil(BUNDLE_S / step_time_s) if step_time_s else 0
+        if loops(failures, rule, min(MOST_SLACK_STEPS, late)):
             last = [failure for failure in failures if not failure.restoring][-rule.tries :]
             head = (
-                f"the same failure came {rule.tries} times in a row at step {last[-1].step} "
+                f"the same failure came {rule.tries} times in a row after step {last[-1].finished_steps} "
                 f"(--elastic.same-failure-tries {rule.tries}):\n{story(last)}"
             )
-            self._decide(last[-1].step, head)
+            step = max(failure.finished_steps for failure in last)
+            # Where no worker could be asked, the batch that breaks may be as much later as its step was not told.
+            self._decide(step if any(failure.at_step for failure in last) else step + late, head)
         elif problem := over_budget(failures, rule):
             self._tell(
                 "stop", f"{problem}; the last ones:\n{story(failures[-3:])}", failures[-1].step

@@ -47,12 +47,15 @@ def test_a_batch_that_breaks_every_attempt_is_left_out(tmp_path: Path) -> None:
         assert "no such token: 17" in ended.errors[0]
         # As the controller tells it, to a tracker that has only what is on record.
         verdict = make_core(config).interruption(
-            "worker_error", "rank 0: ValueError: no such token: 17", group=str(attempt)
+            "worker_error",
+            "rank 0: ValueError: no such token: 17",
+            group=str(attempt),
+            at_step=POISON + 1,  # as the worker answers that has failed
         )
         assert verdict.go_on
     assert run_struck(train_poisoned, 1, config).errors == []
     (loop,) = events(config, "crash_loop")
-    assert (loop["action"], loop["step"], loop["to_step"]) == ("skip", 5, 4)
+    assert (loop["action"], loop["step"], loop["to_step"]) == ("skip", POISON, 4)
     assert list(history(config)) == list(range(1, 13))
     newest = list_checkpoints(config.run_dir)[0]
     assert newest.manifest is not None

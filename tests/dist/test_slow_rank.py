@@ -41,6 +41,7 @@ def test_a_slow_rank_is_named_with_its_factor(tmp_path: Path) -> None:
         tmp_path,
         steps=8,
         global_batch=4,
+        workers="1:2",
         policy=PolicyConfig(interval_steps=2),
         elastic=ElasticConfig(straggler_saves=2),
     )

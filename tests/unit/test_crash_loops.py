@@ -152,7 +152,7 @@ def crash(run: Run, to_step: int, cause: str = BOOM) -> Verdict:
     """An attempt that fails once it has done ``to_step``."""
     run.begin()
     run.train(to_step - run.step, step_time_s=1.0)
-    return fail(run, cause)
+    return fail(run, cause, at_step=to_step + 1)
 
 
 def saved(run: Run, *steps: int) -> None:
@@ -170,7 +170,7 @@ def test_the_same_failure_at_the_same_step_stops_the_run_with_the_story(tmp_path
     assert crash(run, 7).go_on
     last = crash(run, 7)
     assert not last.go_on
-    assert "3 times in a row at step 7" in last.reason
+    assert "3 times in a row after step 7" in last.reason
     assert last.reason.count(BOOM) == 3
     assert "--elastic.on-crash-loop rollback" in last.reason
     (event,) = run.journal("crash_loop")
@@ -244,13 +244,26 @@ def test_a_skip_leaves_out_the_batches_since_the_newest_checkpoint(tmp_path: Pat
     run = Run(tmp_path, options(tries=2, on_loop="skip"))
     saved(run, 2, 4)
     run.train(3, step_time_s=1.0)
-    fail(run)
+    fail(run, at_step=8)
     verdict = crash(run, 7)
     assert verdict.go_on
     attempt = run.begin()
     assert attempt.plan is not None
     assert attempt.plan.manifest.step == 4
     assert attempt.skips == (Skip(from_step=4, steps=4),), "the step that fails is the eighth"
+
+
+def test_a_skip_reaches_the_step_that_was_worked_on_or_that_may_have_been(tmp_path: Path) -> None:
+    """A worker that dies takes the lines of its last steps with it."""
+    for asked, steps in ((True, 6), (False, 8)):
+        run = Run(tmp_path / str(asked), options(tries=2, on_loop="skip"))
+        saved(run, 2, 4)
+        more = {"at_step": 10} if asked else {}
+        for _ in range(2):
+            run.train(3, step_time_s=0.06)  # up to 5 steps in a bundle
+            fail(run, **more)
+            skips = run.begin().skips
+        assert skips == (Skip(from_step=4, steps=steps if asked else 4 + 5),)
 
 
 def test_a_skip_is_possible_before_the_first_checkpoint(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -303,13 +304,15 @@ def test_the_end_of_a_group_that_hung_is_told_as_a_hang_and_the_next_group_is_a_
     monkeypatch.setattr(callbacks, "ask_again", lambda workers, timeout_s: {})
     monkeypatch.setattr(callbacks, "dead_nodes", lambda workers: {})
     monkeypatch.setattr(callbacks, "find_cause", lambda errors, nodes: died)
+    monkeypatch.setattr(callbacks, "step_worked_on", lambda workers: 8)
     group.start([])
-    assert group.cause() is died
+    assert group.cause() == replace(died, more={"at_step": 8})
     group.hang = stage.until_found(100)
     assert group.cause().kind == "hang"
     assert group.cause().more["suspect_nodes"] == ["id-1"]
+    assert group.cause().more["at_step"] == 8
     group.start([])
-    assert group.cause() is died
+    assert group.cause().kind == "worker_error"
 
 
 def test_a_hang_that_is_found_while_a_resize_waits_for_its_save_is_told_as_a_hang(

@@ -28,7 +28,7 @@ from cluster.local import LocalCluster  # noqa: E402
 from ray_ckpt.config import ElasticConfig  # noqa: E402
 from ray_ckpt.errors import RayCkptError  # noqa: E402
 from ray_ckpt.options import run_main  # noqa: E402
-from ray_ckpt.prove.plant import gate_path, plant_fault, plant_gates  # noqa: E402
+from ray_ckpt.prove.plant import gate_path, plant_fault, plant_gates, reached_path  # noqa: E402
 from ray_ckpt.prove.script import Phase, Script  # noqa: E402
 from ray_ckpt.tracker.journal import STEPS_NAME, read_lines  # noqa: E402
 
@@ -50,7 +50,9 @@ def run_on_cluster(config: Any, train: Callable[[Any], None], script: Script, fa
     run_dir = config.run_dir
     gates = run_dir / "gates"
     gates.mkdir(parents=True)
-    config = replace(config, elastic=ElasticConfig(resize_check_s=3.0))
+    config = replace(
+        config, elastic=ElasticConfig(resize_check_s=3.0, min_gain=0.0, cooldown_s=0.0)
+    )
     plan = run_dir / "proof.plan"
     plan.write_bytes(cloudpickle.dumps((config, str(gates), fault)))
     for phase, end in zip(script.phases, script.ends, strict=True):
@@ -86,8 +88,9 @@ class _Story:
             )
 
     def reach(self, step: int, world: int) -> None:
-        """Waits until a step is done on as many workers as the script says."""
-        self._wait(f"step {step} on {world} workers", lambda row: row["step"] >= step)
+        """Waits until the run stands at the gate of a step."""
+        reached = reached_path(self._gates, step)
+        self._wait(f"step {step} on {world} workers", lambda row: reached.exists())
 
     def happen(self, event: str, after: Phase, end: int) -> None:
         """Makes an event, and sees to it that the next phase has as many nodes as it needs."""

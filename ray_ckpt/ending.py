@@ -6,7 +6,8 @@ import time
 from typing import NoReturn
 
 from ray_ckpt.config import Config
-from ray_ckpt.errors import NonfiniteError, RollbackError, StorageError
+from ray_ckpt.elastic import sigterm
+from ray_ckpt.errors import LeavingError, NonfiniteError, RollbackError, StorageError
 from ray_ckpt.saving import Saving
 from ray_ckpt.skips import Skip
 from ray_ckpt.state.train_state import TrainState
@@ -26,6 +27,7 @@ class Ending:
         watch: says what was not finite.
         saving: the saves of the attempt.
         skips: holes in the order of the attempt.
+        node: of this rank.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Ending:
         watch: Watch,
         saving: Saving,
         skips: tuple[Skip, ...],
+        node: str,
     ) -> None:
+        self._node = node
         self._config, self._state, self._skips = config, state, skips
         self._talk, self._steward = talk, steward
         self._watch, self._saving = watch, saving
@@ -76,6 +80,45 @@ class Ending:
         self._steward.exchange(flush=True)
         self._talk.ask("finished", generation=self._steward.generation, step=step)
         self._saving.close(self._timeout_s)
+
+    def leave(self, *, terminated: bool, unsaved: bool) -> None:
+        """Ends the attempt on all ranks once the present step is safe; comes back when it could not be saved.
+
+        Args:
+            terminated: whether this rank's process got SIGTERM.
+            unsaved: whether to leave without a save; the same on all ranks.
+
+        Raises:
+            LeavingError: the attempt ends here.
+        """
+        step, generation = self._state.progress.step, self._steward.generation
+        said = self._talk.gather(self._node if terminated else None)
+        ranks = {rank: node for rank, node in enumerate(said) if node is not None}
+        if ranks:
+            self._talk.ask("terminated", generation=generation, step=step, ranks=ranks)
+        # What is in flight may be the checkpoint that stands.
+        self._saving.wait(self._timeout_s)
+        self._check_last_save()
+        if not unsaved and not self._talk.told(self._steward.is_committed(step)):
+            self._saving.save(direct=self._talk.told(self._saving.bypasses(1)))
+            self._saving.wait(self._timeout_s)
+            self._check_last_save()
+            if not self._talk.told(self._steward.is_committed(step)):
+                return  # the next step tries again, for as long as the tracker sees a chance
+        self._steward.exchange(flush=True)
+        if not unsaved:
+            self._wait_until_safe(generation, step)
+        sigterm.ignore()  # it was heard
+        how = "without a save" if unsaved else "which is safe"
+        raise LeavingError(f"the attempt ends as planned, after step {step}, {how}")
+
+    def _wait_until_safe(self, generation: int, step: int) -> None:
+        """The step is where it outlives those who go; the tracker ends the wait when they are gone."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._talk.ask("obstacle", generation=generation, step=step):
+            if self._talk.told(time.monotonic() >= deadline):
+                return  # staying would not help it
+            time.sleep(0.1)
 
     def trouble(self) -> NoReturn:
         """Ends the attempt on all ranks, as the tracker says.

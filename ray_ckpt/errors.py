@@ -121,6 +121,10 @@ class RollbackError(RayCkptError):
     """The run is no longer finite: the attempt ends, and the next one begins at a checkpoint from before."""
 
 
+class LeavingError(RayCkptError):
+    """The attempt ends as somebody planned: a node or a worker will be taken away, and what was done is safe."""
+
+
 class RestoreError(RayCkptError):
     """No checkpoint could be restored although there are some, or a restored state is wrong."""
 

@@ -20,6 +20,7 @@ from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.initial import INIT_FROM, initial_weights
 from ray_ckpt.policy.belief import Seen
 from ray_ckpt.policy.history import history_from_json
+from ray_ckpt.policy.resize import ResizeRules
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.core import RunFacts, TrackerOptions
 from ray_ckpt.tracker.identity import check_identity, fingerprint
@@ -150,6 +151,15 @@ def tracker_options(config: Config) -> TrackerOptions:
             "local": config.tiers.local_every_steps,
             "durable": config.tiers.durable_every_steps,
         },
+        drain_margin_s=config.elastic.drain_margin_s,
+        resize=ResizeRules(
+            micro_batches=config.global_batch // config.micro_batch,
+            total_steps=config.steps,
+            sizes=config.preferred_sizes,
+            min_gain=config.elastic.min_gain,
+            cooldown_s=config.elastic.cooldown_s,
+            settle_s=config.elastic.settle_s,
+        ),
     )
 
 

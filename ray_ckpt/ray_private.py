@@ -6,6 +6,7 @@ needs exists, and goes without it, with a warning, when it does not.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
@@ -87,6 +88,72 @@ def count_without(
     policy._get_num_workers_for_resource_request = asked
 
 
+def draining_nodes() -> dict[str, float | None]:
+    """Nodes that will be taken away, and when: seconds since the epoch, None when nobody said."""
+    try:
+        from ray._private.state import state
+
+        found = state.get_draining_nodes()
+    except (ImportError, AttributeError) as error:
+        _missing_once("ray._private.state.state.get_draining_nodes", str(error))
+        return {}
+    return {
+        node: deadline_ms / 1000 if deadline_ms else None for node, deadline_ms in found.items()
+    }
+
+
+def _elastic_policy() -> Any:
+    """Ray Train's policy of how many workers a run has, to be extended; None when it is another one."""
+    place = "ray.train.v2._internal.execution.scaling_policy"
+    try:
+        module = import_module(place)
+        policy = module.ElasticScalingPolicy
+        for name in _POLICY_METHODS:
+            getattr(policy, name)
+        return policy, module.NoopDecision
+    except (ImportError, AttributeError) as error:
+        _missing(f"{place}.ElasticScalingPolicy", error)
+        return None, None
+
+
+# What an extension of it overrides or calls.
+_POLICY_METHODS = (
+    "_count_possible_workers",
+    "_get_reserved_resources",
+    "_get_num_workers_for_resource_request",
+    "_get_resize_decision",
+    "_send_resource_request",
+    "_maybe_send_resource_request",
+    "make_decision_for_running_worker_group",
+)
+
+
+def set_scaling_policy(trainer: Any, make: Callable[[Any], Any]) -> bool:
+    """Has a trainer decide by another policy how many workers it has; False when that cannot be.
+
+    ``TorchTrainer`` takes none: it makes its own when it starts, and hands it to the controller there.
+
+    Args:
+        trainer: that is not yet started.
+        make: from ``ScalingConfig`` to the policy.
+    """
+    name = "_initialize_and_run_controller"
+    start = getattr(trainer, name, None)
+    if start is None or ElasticScalingPolicy is None:
+        _missing(f"{type(trainer).__name__}.{name}", AttributeError(name))
+        return False
+
+    def start_with(**kwargs: Any) -> Any:
+        if isinstance(kwargs.get("scaling_policy"), ElasticScalingPolicy):
+            kwargs["scaling_policy"] = make(kwargs["scaling_policy"].scaling_config)
+        elif "scaling_policy" not in kwargs:
+            _missing(f"{name}(scaling_policy=...)", TypeError("no such argument"))
+        return start(**kwargs)
+
+    setattr(trainer, name, start_with)
+    return True
+
+
 def quiet_reports() -> None:
     """Keeps the line that a worker logs of each report out of the job's log; the journal has them.
 
@@ -97,6 +164,12 @@ def quiet_reports() -> None:
         import_module(place).logger.setLevel(logging.WARNING)
     except (ImportError, AttributeError) as error:
         _missing(f"{place}.logger", error)
+
+
+@functools.cache
+def _missing_once(name: str, problem: str) -> None:
+    """For what asks all the time."""
+    _missing(name, AttributeError(problem))
 
 
 def _missing(name: str, error: Exception) -> None:
@@ -113,3 +186,4 @@ def _missing(name: str, error: Exception) -> None:
 
 ControllerCallback: Any = _callback("ControllerCallback")
 WorkerGroupCallback: Any = _callback("WorkerGroupCallback")
+ElasticScalingPolicy, NoopDecision = _elastic_policy()

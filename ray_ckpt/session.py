@@ -35,7 +35,8 @@ from ray_ckpt.data.catalog import load_data
 from ray_ckpt.data.feed import Feed, MicroBatch, Transform
 from ray_ckpt.data.fixed import fixed_rows
 from ray_ckpt.data.plan import BatchPlan
-from ray_ckpt.elastic.control import Agreement, Vote, agree, digest_samples
+from ray_ckpt.elastic import sigterm
+from ray_ckpt.elastic.control import Agreement, Vote, agree, agree_to_leave, digest_samples
 from ray_ckpt.elastic.leash import Leash
 from ray_ckpt.elastic.parallel import Reducer, pads, spread
 from ray_ckpt.elastic.passclock import PassClock
@@ -49,6 +50,7 @@ from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.step_record import step_record
 from ray_ckpt.tracker.client import TrackerClient
+from ray_ckpt.tracker.listener import Listener
 from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.tracker.talk import Talk
 from ray_ckpt.validation import LossFunction, Validation
@@ -218,12 +220,15 @@ class Session:
             watch=self._watch,
             saving=self._saving,
             skips=attempt.skips,
+            node=self._node,
         )
         if self._is_present is not None and self.config.elastic.leash_s:
             present = partial(self._is_present, attempt.generation)
             self._leash = Leash(present, self.config.elastic.leash_s)
             self._leash.start()
         HERE.enter("between", self._first_step)
+        self._listener = Listener(self._steward) if self._talk.tracker is not None else None
+        sigterm.listen()  # below Ray Train the main thread has done so (elastic/callbacks.py)
         self._seen = time.monotonic()
         return state
 
@@ -277,6 +282,7 @@ class Session:
         Raises:
             NonfiniteError: the run is no longer finite, and stops (``--guard.on-nonfinite``).
             RollbackError: the same, and the next attempt begins at a checkpoint from before.
+            LeavingError: a node or a worker will be taken away, and this step is safe: the attempt ends.
         """
         state, batch = self._restored(), self._batch
         if batch is None:
@@ -291,6 +297,7 @@ class Session:
         step = state.progress.step + 1
         HERE.enter("agree")
         loss, bad_losses = batch.loss
+        wants_leave, unsaved = self._wants_leave()
         agreement = agree(
             Vote(
                 loss=loss,
@@ -303,6 +310,8 @@ class Session:
                 rng_digest=batch.rng_digest,
                 trouble=self._steward.trouble is not None or self._watch.is_bad(grad_norm),
                 wants_direct=self._saving.bypasses(),
+                wants_leave=wants_leave,
+                unsaved=unsaved,
             ),
             self.device,
             self.plan.num_micro_batches,
@@ -335,6 +344,8 @@ class Session:
         if self._watch.must_end(agreement):
             HERE.enter("close")
             self._ending.trouble()
+        if agreement.leave and step < self.config.steps:  # a run that is complete ends anyway
+            self._leave(agreement.unsaved)
         if agreement.report:
             self._saving.report()
         self._steward.exchange(flush=False)
@@ -345,6 +356,24 @@ class Session:
         HERE.enter("between", step + 1)
         self._seen = time.monotonic()
         return agreement
+
+    def pause_point(self) -> None:
+        """Lets the attempt end between two steps, as it may at the end of one; costs a small all-reduce.
+
+        Long work between steps (an evaluation, say) calls it now and then, on every rank equally often: the time
+        from a notice to the end of a node may be shorter than that work.
+
+        Raises:
+            LeavingError: a node or a worker will be taken away, and the last step is safe: the attempt ends.
+        """
+        self._restored()
+        if self._batch is not None:
+            raise RuntimeError("pause_point() within a step: call it after step_end()")
+        wants_leave, unsaved = self._wants_leave()
+        leave, unsaved = agree_to_leave(wants_leave=wants_leave, unsaved=unsaved, group=self._group)
+        if leave:
+            # Without a step there is nothing that is not safe already.
+            self._leave(unsaved or self.progress.step < self._first_step)
 
     def close(self) -> None:
         """Ends the attempt; a run that reached its last step is committed there and marked as finished.
@@ -360,8 +389,21 @@ class Session:
         HERE.enter("done")
         if self._leash is not None:
             self._leash.stop()
+        sigterm.ignore()
+        if self._listener is not None:
+            self._listener.close()
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _wants_leave(self) -> tuple[bool, bool]:
+        """Whether this rank wants the attempt to end, and without a save."""
+        leave = self._steward.leave
+        wants = sigterm.terminated() or leave is not None
+        return wants, leave is not None and not leave.saves
+
+    def _leave(self, unsaved: bool) -> None:
+        HERE.enter("close")
+        self._ending.leave(terminated=sigterm.terminated(), unsaved=unsaved)
 
     def _restored(self) -> TrainState:
         if self._state is None:

@@ -112,6 +112,8 @@ def _fit(
     from ray.train.torch import TorchTrainer
 
     from ray_ckpt.elastic.callbacks import make_callbacks
+    from ray_ckpt.elastic.sizing import Sizing
+    from ray_ckpt.ray_private import set_scaling_policy
     from ray_ckpt.stopping import Stopped, fit_until_stopped
     from ray_ckpt.tracker.actor import start_tracker
     from ray_ckpt.view.narrator import Narrator
@@ -120,6 +122,8 @@ def _fit(
     # The controller reads these from its environment; Ray hands them on from the driver's.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(elastic.start_timeout_s))
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+    # Ray's own watcher of drains waits for the deadline and restarts then; ours saves, and restarts before.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     lock.close()  # for the tracker, which holds it from here on
     handle = start_tracker(facts, tracker_options(config), begun)
     tracker = RayTracker(config.run, handle)
@@ -157,6 +161,17 @@ def _fit(
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )
+    if workers[0] != workers[1]:
+        set_scaling_policy(
+            trainer,
+            lambda scaling: Sizing(
+                scaling,
+                run=config.run,
+                sizes=config.preferred_sizes,
+                micro_batches=config.global_batch // config.micro_batch,
+                check_s=elastic.resize_check_s,
+            ),
+        )
     try:
         with Narrator(tracker, config.steps, config.log_every):
             fit_until_stopped(trainer.fit, tracker)

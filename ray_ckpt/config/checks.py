@@ -20,6 +20,12 @@ def more_than_0(option: str, value: float, unit: str = "") -> None:
         raise ConfigError(f"{option} {value}: must be more than 0{unit}, and finite")
 
 
+def not_negative(option: str, value: float) -> None:
+    """Refuses a value that is not a finite number, 0 or more."""
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{option} {value}: must be 0 or more, and finite")
+
+
 def one_of(kind: Any, option: str, value: object) -> None:
     """Refuses a word that is not one of a ``Literal``."""
     # The command line knows the choices; a file or a program may bring any word.

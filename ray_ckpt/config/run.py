@@ -43,6 +43,8 @@ class Config:
     """Optimizer steps of the whole run."""
     workers: str = "1:2"
     """Fewest and most training workers, MIN:MAX; one number is a fixed size."""
+    worker_sizes: str = ""
+    """Numbers of workers that are preferred, such as 8,16,32: the largest that fits; where none does, any number."""
     global_batch: int = 24
     """Samples per optimizer step, whatever the number of workers."""
     micro_batch: int = 2
@@ -95,6 +97,20 @@ class Config:
                 f"{self.global_batch} in micro-batches of {self.micro_batch}. Lower MAX, make --micro-batch "
                 "smaller or --global-batch larger."
             )
+        if outside := [size for size in self.preferred_sizes if not low <= size <= high]:
+            raise ConfigError(
+                f"--worker-sizes {self.worker_sizes}: {outside[0]} is not within --workers {self.workers}"
+            )
+
+    @property
+    def preferred_sizes(self) -> tuple[int, ...]:
+        """Preferred numbers of workers, growing."""
+        words = [word.strip() for word in self.worker_sizes.split(",")] if self.worker_sizes else []
+        if not all(re.fullmatch(r"\d+", word) for word in words):
+            raise ConfigError(
+                f"--worker-sizes {self.worker_sizes!r}: write numbers with commas between them, such as 8,16,32"
+            )
+        return tuple(sorted({int(word) for word in words}))
 
     @property
     def worker_range(self) -> tuple[int, int]:

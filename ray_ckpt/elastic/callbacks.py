@@ -21,6 +21,7 @@ from ray_ckpt.elastic.avoidance import Avoidance
 from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
 from ray_ckpt.elastic.crew import step_worked_on
 from ray_ckpt.elastic.hangs import Hang, HangWatch
+from ray_ckpt.elastic.hearing import hear_sigterm
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.policy.hang import HangRule
@@ -100,6 +101,7 @@ class GroupWatch(WorkerGroupCallback):
         workers = list(worker_group.get_workers())
         self._group.start(workers)
         took = self._group.marks.group_up()
+        hear_sigterm(workers)
         try:
             RayTracker(self._group.run).call("group_started", world_size=len(workers), **took)
         except (RayCkptError, RayError) as error:

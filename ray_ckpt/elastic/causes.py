@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from ray_ckpt.errors import RayCkptError, RollbackError, StaleGenerationError
+from ray_ckpt.errors import LeavingError, RayCkptError, RollbackError, StaleGenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,20 @@ def dead_nodes(workers: Sequence[Any]) -> dict[int, str]:
     for rank, worker in enumerate(workers):
         node = nodes.get(worker.metadata.node_id)
         if node is None or not node["Alive"]:
-            label = (node or {}).get("Labels", {}).get("ray_ckpt.io/node")
-            found[rank] = label or worker.metadata.node_ip
+            found[rank] = _name(node or {}) or worker.metadata.node_ip
     return found
+
+
+def node_names() -> dict[str, str]:
+    """Node to what people call it, for all nodes of the cluster."""
+    return {
+        node["NodeID"]: _name(node) or node.get("NodeManagerAddress") or node["NodeID"][:12]
+        for node in ray.nodes()
+    }
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return str((node.get("Labels") or {}).get("ray_ckpt.io/node", ""))
 
 
 def find_cause(errors: Mapping[int, Exception], nodes: Mapping[int, str]) -> Cause:
@@ -108,7 +119,7 @@ def is_echo(error: BaseException) -> bool:
 
 def _is_ours(error: BaseException) -> bool:
     return isinstance(error, RayCkptError) and not isinstance(
-        error, StaleGenerationError | RollbackError
+        error, StaleGenerationError | RollbackError | LeavingError
     )
 
 

@@ -39,6 +39,8 @@ class Vote:
         rng_digest: sum of the digests of its random generator after each micro-batch, modulo 2^64.
         trouble: whether it knows that the run is no longer finite.
         wants_direct: whether a save goes straight to the durable folder; rank 0 alone says so.
+        wants_leave: whether the attempt is to end here: its process got SIGTERM, or on rank 0 the tracker says so.
+        unsaved: whether no save is to begin before that; rank 0 alone says so.
     """
 
     loss: int
@@ -51,6 +53,8 @@ class Vote:
     rng_digest: int
     trouble: bool = False
     wants_direct: bool = False
+    wants_leave: bool = False
+    unsaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +64,15 @@ class Agreement:
     Attributes:
         loss: mean loss of the global batch; the same bits for any number of workers, given the same losses.
         tokens: tokens of the global batch.
-        save: save now; somebody wants it and nobody is busy.
+        save: save now; somebody wants it, or wants to leave, and nobody is busy.
         save_waits: a save is wanted and has to wait for the one in flight.
         report: tell Ray Train of the last commit now.
         digest: digest of the global batch's samples in order, 16 hex digits.
         rng_digest: digest of the random generators after each micro-batch, 16 hex digits.
         trouble: some rank knows that the run is no longer finite.
         direct: a save goes straight to the durable folder.
+        leave: the attempt ends here, once this step is safe.
+        unsaved: it ends without a save.
     """
 
     loss: float
@@ -78,6 +84,8 @@ class Agreement:
     rng_digest: str
     trouble: bool = False
     direct: bool = False
+    leave: bool = False
+    unsaved: bool = False
 
 
 def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement:
@@ -96,6 +104,8 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         vote.wants_report,
         vote.trouble,
         vote.wants_direct,
+        vote.wants_leave,
+        vote.unsaved,
     ]
     wide = [vote.loss & _MASK, vote.digest, vote.rng_digest]
     limbs = [(number >> (16 * i)) & 0xFFFF for number in wide for i in range(_LIMBS)]
@@ -103,7 +113,10 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         [*map(float, small), *map(float, limbs)], dtype=torch.float64, device=device
     )
     dist.all_reduce(tensor)
-    bad, tokens, busy, save, report, trouble, direct, *sums = map(int, tensor.tolist())
+    bad, tokens, busy, save, report, trouble, direct, leave, unsaved, *sums = map(
+        int, tensor.tolist()
+    )
+    save = 0 if unsaved else save + leave
     pieces = [sums[i : i + _LIMBS] for i in range(0, len(sums), _LIMBS)]
     loss, digest, rng_digest = (sum(x << (16 * i) for i, x in enumerate(p)) & _MASK for p in pieces)
     signed = loss - (1 << 64) if loss >> 63 else loss
@@ -117,7 +130,19 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         rng_digest=f"{rng_digest:016x}",
         trouble=trouble > 0,
         direct=direct > 0,
+        leave=leave > 0,
+        unsaved=unsaved > 0,
     )
+
+
+def agree_to_leave(
+    *, wants_leave: bool, unsaved: bool, group: dist.ProcessGroup
+) -> tuple[bool, bool]:
+    """What all ranks know of a wish to leave, between two steps: ``leave`` and ``unsaved`` of an `Agreement`."""
+    tensor = torch.tensor([float(wants_leave), float(unsaved)], dtype=torch.float64)
+    dist.all_reduce(tensor, group=group)
+    leave, unsaved_too = tensor.tolist()
+    return leave > 0, unsaved_too > 0
 
 
 def digest_samples(micro_batches: Iterable[MicroBatch]) -> int:

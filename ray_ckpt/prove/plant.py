@@ -32,10 +32,15 @@ def gate_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
+def reached_path(folder: Path, step: int) -> Path:
+    """The file that a run puts there when it stands at a gate, and none of its saves is under way."""
+    return folder / f"step-{step}-reached"
+
+
 def plant_gates(folder: Path) -> None:
     """Makes rank 0 wait at the end of each step that has a gate, until the gate is gone.
 
-    A request for a save is served: then one more step is made, which saves.
+    A request for a save, or an order to leave, is served: then one more step is made, which saves.
     """
     step_end = Session.step_end
 
@@ -47,13 +52,19 @@ def plant_gates(folder: Path) -> None:
             self._saving.wait(GATE_TIMEOUT_S)  # what is under way at an event is not up to chance
             deadline = time.monotonic() + GATE_TIMEOUT_S
             self._steward.exchange(flush=True)
-            while path.exists() and not self._steward.asked and time.monotonic() < deadline:
+            # The line of the step may have been written before the save was done: it is no sign that all is at rest.
+            reached_path(folder, self.progress.step).touch()
+            while path.exists() and not _is_wanted(self) and time.monotonic() < deadline:
                 time.sleep(GATE_POLL_S)
                 self._steward.exchange(flush=True)
             self._seen = time.monotonic()
         return agreement
 
     Session.step_end = gated  # type: ignore[method-assign]
+
+
+def _is_wanted(session: Session) -> bool:
+    return session._steward.asked or session._steward.leave is not None
 
 
 def plant_fault(name: str) -> None:

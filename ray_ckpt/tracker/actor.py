@@ -20,9 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_ckpt.checkpoint.names import checkpoint_name, parse_checkpoint_name
 from ray_ckpt.checkpoint.signature import Keys, active, install
 from ray_ckpt.clocks import Instant
+from ray_ckpt.elastic.causes import node_names
+from ray_ckpt.elastic.drains import DrainWatch
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.ray_dashboard import register_run
-from ray_ckpt.ray_private import session_logs_dir
+from ray_ckpt.ray_private import draining_nodes, session_logs_dir
 from ray_ckpt.tiers.address import without_keys
 from ray_ckpt.tiers.ray_fleet import RayFleet
 from ray_ckpt.tracker.aside import Thread
@@ -94,6 +96,7 @@ class TrackerActor(TrackerCore):
             }
         )
         threading.Thread(target=self._tick, name="tick", daemon=True).start()
+        DrainWatch(self.draining, look=draining_nodes, names=node_names).start()
 
     def advance(self) -> None:
         super().advance()

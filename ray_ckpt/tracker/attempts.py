@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Nobody trains any more when a run has finished: its last housekeeping may take this long, seconds.
 SETTLE_S = 30.0
+# How the end of an attempt may be told that is about to leave.
+_ENDS_OF_LEAVING = frozenset({"worker_error", "node_loss", "lost"})
 
 
 class Attempts:
@@ -160,6 +162,10 @@ class Attempts:
         if trouble is not None and kind in ("worker_error", "lost"):
             # The attempt ended because it said so before.
             kind, cause = "nonfinite", str(trouble["reason"])
+        elif (leave := self._memory.leave) is not None and kind in _ENDS_OF_LEAVING:
+            # Somebody announced it; how the last worker went makes no difference, what was saved does.
+            told = "" if kind == "worker_error" and leave["saves"] else f" ({kind}: {cause})"
+            kind, cause = str(leave["kind"]), str(leave["cause"]) + told
         if not group or group != self._memory.last_group:
             self._places.refresh()
             step, kept = self._standing.step, self._kept_step()

@@ -29,6 +29,7 @@ class CheckpointMemory:
         quarantined: checkpoints that were found bad in the durable tier.
         to_keep: checkpoint to why it is to be pinned, once it is in the durable tier.
         transfers_s: tier to how long the last few copies to it took, seconds.
+        replicas_s: how long the last few copies to the memory of other nodes took, seconds.
     """
 
     verified: set[str] = field(default_factory=set)
@@ -41,6 +42,7 @@ class CheckpointMemory:
     quarantined: set[str] = field(default_factory=set)
     to_keep: dict[str, list[str]] = field(default_factory=dict)
     transfers_s: dict[str, deque[float]] = field(default_factory=dict)
+    replicas_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_SAVES))
 
     @property
     def last_read_s(self) -> dict[str, float]:
@@ -61,6 +63,10 @@ class CheckpointMemory:
         self.tiers.setdefault(name, {})[tier] = float(event["time"])
         self.tier_steps[tier] = int(event["step"])
         self.durable_commits += tier == DURABLE
+
+    def _on_replicated(self, event: dict[str, Any]) -> None:
+        if event["copies"] > 1:
+            self.replicas_s.append(float(event["seconds"]))
 
     def _on_promote(self, event: dict[str, Any]) -> None:
         self._arrived(event)

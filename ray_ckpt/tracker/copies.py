@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 from ray_ckpt.checkpoint.listing import CheckpointEntry
@@ -150,6 +150,15 @@ class CopyBook:
         """Whether every file has a living copy, in one tier or in all of them together."""
         manifest = self._manifests.get(name)
         return manifest is not None and not missing(manifest, self.copies(name, tier))
+
+    def outlives(self, name: str, gone: Set[str]) -> bool:
+        """Whether every file has a copy on another node than these."""
+        manifest, lost = self._manifests.get(name), set(self.nodes(gone))
+        left = {
+            path: {place for place in places if place.node not in lost}
+            for path, places in self.copies(name).items()
+        }
+        return manifest is not None and not missing(manifest, left)
 
     def entries(self) -> list[CheckpointEntry]:
         """The complete ones, newest first, as a listing of a folder has them."""

@@ -14,7 +14,8 @@ This is the front that calls come to; each is checked, and goes to whose it is:
 - which checkpoint it restores: :mod:`ray_ckpt.tracker.restores`; the segment it trains in:
   :mod:`ray_ckpt.tracker.segments`;
 - the steps that workers tell: :mod:`ray_ckpt.tracker.standing`; their pace: :mod:`ray_ckpt.tracker.pace`;
-- what workers and driver are told to do: :mod:`ray_ckpt.tracker.steering`;
+- what workers and driver are told to do: :mod:`ray_ckpt.tracker.steering`; when they leave a node that will be taken
+  away: :mod:`ray_ckpt.tracker.departures`; when there are to be more of them: :mod:`ray_ckpt.tracker.resizes`;
 - which nodes are slow: :mod:`ray_ckpt.tracker.stragglers`;
 - what becomes of a save: :mod:`ray_ckpt.tracker.saves`; of a state that is not finite:
   :mod:`ray_ckpt.tracker.sanity`;
@@ -32,6 +33,7 @@ from typing import Any
 from ray_ckpt.checkpoint.names import checkpoint_name
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.clocks import Instant
+from ray_ckpt.policy.resize import Resizing
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip
 from ray_ckpt.tiers.fleet import Fleet
@@ -39,6 +41,7 @@ from ray_ckpt.tiers.housekeeping import ReadBack, read_back
 from ray_ckpt.tiers.placement import Place
 from ray_ckpt.tracker.aside import Aside, Thread
 from ray_ckpt.tracker.attempts import Attempts
+from ray_ckpt.tracker.departures import Departures, Drain
 from ray_ckpt.tracker.house import house_of
 from ray_ckpt.tracker.keeper import Keeper
 from ray_ckpt.tracker.loops import Loops
@@ -54,6 +57,7 @@ from ray_ckpt.tracker.records import (
     TrackerOptions,
     Verdict,
 )
+from ray_ckpt.tracker.resizes import Resizes
 from ray_ckpt.tracker.restores import Restores
 from ray_ckpt.tracker.rollback import Remedy
 from ray_ckpt.tracker.sanity import Sanity
@@ -150,6 +154,13 @@ class TrackerCore:
             on_course=self._sanity.on_course,
             keep=self._places.keep,
         )
+        known: dict[str, Any] = {
+            "options": options,
+            "record": self._record,
+            "standing": self._standing,
+        }
+        self._departures = Departures(**known, pace=self._pace, places=self._places, clock=clock)
+        self._resizes = Resizes(**known, pace=self._pace, clock=clock, monotonic=monotonic)
         self._restores = Restores(
             facts=facts,
             record=self._record,
@@ -236,7 +247,9 @@ class TrackerCore:
         Raises:
             RestoreError: there are checkpoints and none can be used.
         """
-        return self._attempts.begin(world_size, nodes)
+        attempt = self._attempts.begin(world_size, nodes)
+        self._departures.begin_attempt()
+        return attempt
 
     def restored(
         self,
@@ -358,6 +371,7 @@ class TrackerCore:
         """Takes on record what was done aside, and begins what is due; neither waits nor raises."""
         if self._fence.stands():
             self._places.advance()
+            self._departures.advance()
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
         """Makes a written checkpoint usable, or says in the journal why not.
@@ -421,6 +435,38 @@ class TrackerCore:
         """
         self._steering.request_stop(reason)
 
+    # ---- planned ends and sizes -----------------------------------------------------------------
+
+    def draining(self, drains: list[Drain]) -> None:
+        """Takes all nodes of the cluster that will be taken away, as they are known now."""
+        if self._fence.stands():
+            self._departures.draining(drains)
+
+    def terminated(self, generation: int, step: int, ranks: dict[int, str]) -> None:
+        """Notes that processes of workers got SIGTERM: the attempt ends once its step is safe.
+
+        Args:
+            generation: of the attempt.
+            step: that it is at.
+            ranks: of them, and the node of each; empty names where there are no nodes.
+        """
+        self._fence.check(generation)
+        self._departures.terminated(step, ranks)
+
+    def obstacle(self, generation: int, step: int) -> str:
+        """What is in the way of leaving (see :meth:`ray_ckpt.tracker.departures.Departures.obstacle`)."""
+        self._fence.check(generation)
+        return self._departures.obstacle(generation, step)
+
+    def resize(self, possible: int, workers: int) -> Resizing:
+        """Decides whether the run takes the workers that the cluster has room for.
+
+        Args:
+            possible: how many there could be in all.
+            workers: how many there are.
+        """
+        return self._resizes.decide(possible, workers, leaves=self._departures.pending)
+
     # ---- keeping --------------------------------------------------------------------------------
 
     def pin(self, name: str, reason: str, author: str = "ray_ckpt") -> None:
@@ -430,6 +476,16 @@ class TrackerCore:
     def unpin(self, name: str, reason: str | None = None) -> None:
         """Takes the pins of one reason away, or all (see :func:`ray_ckpt.tiers.pins.unpin`)."""
         self._keeper.unpin(name, reason)
+
+    def ask_read_back(self) -> None:
+        """Has the nodes read all copies that they hold, beside the training; :meth:`read_back` tells the outcome."""
+        self._places.ask_read_back()
+        self.advance()
+
+    def read_back(self) -> list[dict[str, Any]]:
+        """What came of it so far (see :meth:`ray_ckpt.tracker.copy_state.CopyState.read_back`)."""
+        self.advance()
+        return self._places.read_back()
 
     # ---- looking --------------------------------------------------------------------------------
 

@@ -21,8 +21,11 @@ from ray_ckpt.tracker.rollback import Course
 # More than anybody's band needs.
 RECENT_NORMS = 64
 
+# Enough for a line over the number of workers, few enough to follow a cluster that changes.
+RECENT_STARTS = 8
+
 # Interruptions that somebody wanted: they say nothing about how often the job fails.
-PLANNED = frozenset({"resize", "drain", "user_stop"})
+PLANNED = frozenset({"resize", "drain", "preempted", "user_stop"})
 
 
 @dataclass(kw_only=True)
@@ -63,6 +66,10 @@ class RunMemory(CheckpointMemory, FailureMemory):
         save_requests: number of the newest request for a save, 0 before the first.
         stop_request: why somebody wants the present job to end, empty when nobody does.
         hold_s: how long the workers wait after the save of that request, seconds.
+        leave: the event that says that the newest attempt is to end, None while it is not.
+        started: the newest worker group that came up: the event, None once it has restored.
+        starts_s: workers and seconds of the last few starts, from asking for a group until it had restored.
+        grown_time: when an attempt last had more workers than the one before, seconds since the epoch.
         retention: the rules of retention on record, None before the first.
         refused: how many checkpoints the guard refused.
         refusals: of the newest attempt, by folder: the event.
@@ -107,6 +114,10 @@ class RunMemory(CheckpointMemory, FailureMemory):
     save_requests: int = 0
     stop_request: str = ""
     hold_s: float = 0.0
+    leave: dict[str, Any] | None = None
+    started: dict[str, Any] | None = None
+    starts_s: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STARTS))
+    grown_time: float | None = None
     retention: dict[str, Any] | None = None
     refused: int = 0
     refusals: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -150,6 +161,8 @@ class RunMemory(CheckpointMemory, FailureMemory):
 
     def apply(self, event: dict[str, Any]) -> None:
         """Takes one event of the journal."""
+        if event.get("event") == "group_started":
+            self.started = event
         if event.get("event") in ("tracker_started", "group_started"):
             return  # a run is as old as its first attempt, and no attempt began or ended here
         time = event.get("time")
@@ -172,17 +185,25 @@ class RunMemory(CheckpointMemory, FailureMemory):
         self.finished_step = None
         self.committed.clear()
         self.refusals.clear()
-        self.trouble = self.loop = None
+        self.trouble = self.leave = self.loop = None
         self.plan = ""
 
     def _on_attempt_started(self, event: dict[str, Any]) -> None:
         self._begin()
+        if 0 < self.world_size < int(event["world_size"]):
+            self.grown_time = float(event.get("time", 0.0))
         self.world_size = int(event["world_size"])
         self.nodes = tuple(dict.fromkeys(node for node in event.get("nodes", ()) if node))
         self.all_nodes |= dict.fromkeys(self.nodes)
         self.plan = str(event.get("plan", ""))
 
     def _on_restored(self, event: dict[str, Any]) -> None:
+        if self.started is not None and "time" in event:
+            asked = float(self.started.get("time", 0.0)) - float(self.started["asked_ago_s"])
+            # Of two clocks, or of one that was set, the difference may be anything.
+            took_s = max(0.0, float(event["time"]) - asked)
+            self.starts_s.append((max(1, int(self.started["world_size"])), took_s))
+            self.started = None
         self.kept_step = self.last_save_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
         self._was_restored(str(event.get("source", "")))
@@ -200,7 +221,7 @@ class RunMemory(CheckpointMemory, FailureMemory):
             self.fruitless = 0
         elif kind not in PLANNED and not event.get("restoring"):
             self.fruitless += 1
-        self.attempt_open = False
+        self.attempt_open, self.leave = False, None
         if kind in ("user_stop", "lost"):
             self.stop_request = ""  # that job has ended
         self.interruptions[kind] += 1
@@ -229,6 +250,9 @@ class RunMemory(CheckpointMemory, FailureMemory):
     def _on_save_requested(self, event: dict[str, Any]) -> None:
         self.save_requests = max(self.save_requests, int(event["number"]))
         self.hold_s = float(event.get("hold_s", 0.0))
+
+    def _on_leave_requested(self, event: dict[str, Any]) -> None:
+        self.leave = event
 
     def _on_stop_requested(self, event: dict[str, Any]) -> None:
         self.stop_request = str(event["reason"])

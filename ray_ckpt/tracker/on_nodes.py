@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,18 @@ class OnNodes:
         if self.is_durable(name):
             return ""
         return self.desk.problem(DURABLE) or "the copy is under way"
+
+    def survives(self, name: str, gone: Set[str]) -> str:
+        if self.is_durable(name):
+            return ""
+        self.desk.advance()  # replicas may have arrived
+        return "" if self.desk.outlives(name, gone) else self.durable(name)
+
+    def ask_read_back(self) -> None:
+        self.desk.ask_read_back()
+
+    def read_back(self) -> list[dict[str, Any]]:
+        return self.desk.read_back()
 
     def advance(self) -> None:
         self.desk.advance()

@@ -20,6 +20,8 @@ from ray_ckpt.tracker.records import TrackerOptions
 RECENT_STEPS = 50
 # The first step of an attempt waits for the data to start; alone it would mislead.
 _FEW_STEPS = 3
+# A step may take as long as the longest of so many before it.
+_LATEST_STEPS = 10
 # A slow tier may be needed so rarely that the formulas would leave it alone for days; no team would.
 SLOW_TIER_MAX_S = 6 * 3600.0
 # A decision is written down when it moves by more than this share.
@@ -33,6 +35,9 @@ class Pace:
         options: how to decide.
         memory: of the run so far.
         step_times_s: of the last steps of the run so far, seconds.
+
+    Attributes:
+        first_step_s: time of the first step of the present attempt, seconds; until it is told, of the one before.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Pace:
         self._options = options
         self._times_s = deque(step_times_s, maxlen=RECENT_STEPS)
         self._before_s: float | None = None
+        self.first_step_s: float | None = None
         self._company = UploadCompany()
         self.tiers: IntervalPlan | None = None
         self.decision = self._decision(memory)
@@ -55,6 +61,11 @@ class Pace:
         have another pace, but a guess is better than none. None while nothing is known.
         """
         return median(self._times_s) if self._few_are_known() else self._before_s
+
+    @property
+    def longest_step_s(self) -> float | None:
+        """Longest of the last few steps, seconds; None while nothing is known."""
+        return max(list(self._times_s)[-_LATEST_STEPS:], default=self._before_s)
 
     def _few_are_known(self) -> bool:
         return len(self._times_s) >= _FEW_STEPS
@@ -73,6 +84,8 @@ class Pace:
         """
         knew = self._few_are_known()
         times_s = list(times_s)
+        if times_s and not self._times_s:
+            self.first_step_s = times_s[0]
         self._times_s.extend(times_s)
         self._company.steps(times_s)
         if not self._few_are_known():
@@ -144,6 +157,10 @@ class Pace:
         long = replace(limits, fixed_steps=0, max_s=max(limits.max_s, SLOW_TIER_MAX_S))
         held = self.tiers.every_steps if self.tiers is not None else ()
         return plan_intervals([first, *slower], step_s, [limits, *[long] * len(slower)], held)
+
+    def mtbf_at(self, memory: RunMemory, world_size: int) -> float:
+        """Mean time between failures with so many workers, seconds."""
+        return self._failures(memory).at(world_size).mtbf_s
 
     def belief(self, memory: RunMemory) -> FailureBelief:
         """How often the job fails at the present number of workers."""

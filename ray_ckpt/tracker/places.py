@@ -6,7 +6,7 @@ and :class:`ray_ckpt.tracker.on_nodes.OnNodes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,6 +97,21 @@ class Places(Protocol):
 
     def durable(self, name: str) -> str:
         """Asks for a checkpoint in the durable tier: empty when it is there, else what is in the way."""
+        ...
+
+    def survives(self, name: str, gone: Set[str]) -> str:
+        """Whether a committed checkpoint outlives some nodes: empty when it does, else what is in the way.
+
+        Whoever asks needs it to: copies that are missing are on their way.
+        """
+        ...
+
+    def ask_read_back(self) -> None:
+        """Has the nodes read all that they hold."""
+        ...
+
+    def read_back(self) -> list[dict[str, Any]]:
+        """What came of it so far, a row for each checkpoint in each tier on the nodes."""
         ...
 
     def advance(self) -> None:
@@ -193,6 +208,15 @@ class InFolder:
 
     def durable(self, name: str) -> str:
         return "" if name in self._memory.committed else "it is not committed"
+
+    def survives(self, name: str, gone: Set[str]) -> str:
+        return self.durable(name)
+
+    def ask_read_back(self) -> None:
+        pass
+
+    def read_back(self) -> list[dict[str, Any]]:
+        return []
 
     def advance(self) -> None:
         self._keeper.advance()

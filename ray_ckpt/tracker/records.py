@@ -11,6 +11,7 @@ from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior, Seen
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.policy.loops import LoopRule
+from ray_ckpt.policy.resize import ResizeRules
 from ray_ckpt.policy.stragglers import StragglerRule
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
@@ -63,6 +64,8 @@ class TrackerOptions:
         tier_steps: a tier to a fixed number of steps between its copies; one that is not named is decided.
         loops: when the run does not simply go on after a failure.
         stragglers: when a node is one.
+        drain_margin_s: how much sooner than the last moment a run saves and leaves a node that will be taken away.
+        resize: when the run takes more workers.
     """
 
     limits: IntervalLimits
@@ -77,6 +80,8 @@ class TrackerOptions:
     tier_steps: Mapping[str, int] = field(default_factory=dict)
     loops: LoopRule = field(default_factory=LoopRule)
     stragglers: StragglerRule = field(default_factory=StragglerRule)
+    drain_margin_s: float = 5.0
+    resize: ResizeRules = field(default_factory=ResizeRules)
 
     def prior(self) -> ScalePrior:
         """How often the job fails, before any failure was seen."""
@@ -130,6 +135,21 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leave:
+    """Why the workers are to end the attempt, as somebody planned it, at the end of their step.
+
+    Attributes:
+        kind: "drain" or "preempted".
+        cause: in words.
+        saves: whether they save first; no when a save could not finish.
+    """
+
+    kind: str
+    cause: str
+    saves: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Directive:
     """What rank 0 goes by until the next one.
 
@@ -141,6 +161,7 @@ class Directive:
         last_commit_step: step of the newest commit, None before the first.
         failed_in_a_row: failed saves since the last commit.
         durable_step: step of the newest checkpoint in the durable tier, None before the first.
+        leave: why the attempt is to end; None when it is not.
     """
 
     every_steps: int
@@ -150,6 +171,7 @@ class Directive:
     last_commit_step: int | None
     failed_in_a_row: int
     durable_step: int | None = None
+    leave: Leave | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from ray_ckpt.tracker.pace import Pace
 from ray_ckpt.tracker.recorder import Recorder
-from ray_ckpt.tracker.records import Directive, TrackerOptions
+from ray_ckpt.tracker.records import Directive, Leave, TrackerOptions
 
 
 class Steering:
@@ -73,6 +73,13 @@ class Steering:
         """Asks the driver to save at the end of a step and to end the job."""
         self._record("stop_requested", reason=reason)
 
+    def leave(self) -> Leave | None:
+        """Why the attempt is to end; None when it is not."""
+        event = self._memory.leave
+        if event is None or not self._memory.attempt_open:
+            return None
+        return Leave(kind=event["kind"], cause=event["cause"], saves=event["saves"])
+
     # ---- what they are told ---------------------------------------------------------------------
 
     def directive(self) -> Directive:
@@ -86,4 +93,5 @@ class Steering:
             last_commit_step=self._memory.last_commit_step,
             failed_in_a_row=self._memory.failed_in_a_row,
             durable_step=self._memory.durable_step,
+            leave=self.leave(),
         )

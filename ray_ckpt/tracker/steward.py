@@ -14,7 +14,7 @@ from typing import Any
 from ray_ckpt.errors import RayCkptError, StaleGenerationError
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.tracker.client import TrackerClient
-from ray_ckpt.tracker.records import BUNDLE_S, Attempt, Directive
+from ray_ckpt.tracker.records import BUNDLE_S, Attempt, Directive, Leave
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Steward:
         self._pending: list[dict[str, Any]] = []
         self._ticket: Any = None
         self._sent = time.monotonic()
+        self._stale: StaleGenerationError | None = None
         self._lock = threading.Lock()  # the background thread of a save commits through this object
         self.last_record: dict[str, Any] = {}
         self.committed_step: int | None = None
@@ -53,6 +54,11 @@ class Steward:
     def asked(self) -> bool:
         """Whether somebody asked for a save that has not begun."""
         return self._directive.save_request > self._answered_request
+
+    @property
+    def leave(self) -> Leave | None:
+        """Why the attempt is to end, as far as the tracker has told."""
+        return self._directive.leave
 
     @property
     def failures(self) -> int:
@@ -92,7 +98,8 @@ class Steward:
     def executed(self, record: dict[str, Any]) -> None:
         """Takes the line of an executed step."""
         if self._tracker is not None:
-            self._pending.append(record)
+            with self._lock:
+                self._pending.append(record)
             self.last_record = record
 
     def exchange(self, *, flush: bool) -> None:
@@ -104,21 +111,45 @@ class Steward:
         if self._tracker is None:
             return
         with self._lock:
-            if self._ticket is not None:
-                try:
-                    done, answer = self._tracker.poll(self._ticket)
-                except StaleGenerationError:
-                    raise
-                except RayCkptError as error:
-                    logger.warning("the tracker did not take the last steps: %s", error)
-                    done, answer = True, None
-                if done:
-                    self._ticket = None
-                    self._directive = answer or self._directive
+            if self._stale is not None:
+                raise self._stale
+            self._take_answer()
             due = flush or time.monotonic() - self._sent >= BUNDLE_S
             # An empty bundle asks for the present directive.
             if flush or (self._pending and due and self._ticket is None):
                 self._send()
+
+    def refresh(self, age_s: float) -> bool:
+        """Asks for the present directive when nothing was sent for so long; in a thread beside the training one.
+
+        Returns:
+            Whether the attempt goes on. That it does not is raised by the next :meth:`exchange`.
+        """
+        if self._tracker is None:
+            return False
+        with self._lock:
+            try:
+                self._take_answer()
+                if self._ticket is None and time.monotonic() - self._sent >= age_s:
+                    self._send()
+            except StaleGenerationError as error:
+                self._stale = error
+        return self._stale is None
+
+    def _take_answer(self) -> None:
+        if self._ticket is None:
+            return
+        assert self._tracker is not None
+        try:
+            done, answer = self._tracker.poll(self._ticket)
+        except StaleGenerationError:
+            raise
+        except RayCkptError as error:
+            logger.warning("the tracker did not take the last steps: %s", error)
+            done, answer = True, None
+        if done:
+            self._ticket = None
+            self._directive = answer or self._directive
 
     def _send(self) -> None:
         assert self._tracker is not None

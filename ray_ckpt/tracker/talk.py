@@ -38,6 +38,12 @@ class Talk:
             raise box[1]
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank says, by rank."""
+        box: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(box, value, group=self._group)
+        return box
+
     def told(self, value: bool) -> bool:
         """What rank 0 says."""
         box = [value]

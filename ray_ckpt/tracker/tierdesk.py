@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from ray_ckpt.checkpoint.listing import Listed
@@ -224,6 +224,10 @@ class TierDesk:
         """The manifest with which nodes have committed parts of a checkpoint, None when none has."""
         return self._book.known(name)
 
+    def outlives(self, name: str, gone: Set[str]) -> bool:
+        """Whether copies on other nodes than these give a checkpoint back whole."""
+        return self._book.outlives(name, gone)
+
     def set_aside(self, manifest: Manifest, places: Mapping[str, Sequence[str]]) -> None:
         """Copies what must not be committed to where it is kept as evidence; then it goes from the nodes."""
         self._evidence.take(manifest, places, self._clock())
@@ -244,6 +248,14 @@ class TierDesk:
         self._try(self._evidence.clear, now_s)
         self._try(self._keeper.retain)
         self._try(self._keeper.scrub, now_s)
+
+    def ask_read_back(self) -> None:
+        """Has the nodes read all that they hold, one checkpoint in one tier after the other."""
+        self._state.ask(self._clock())
+
+    def read_back(self) -> list[dict[str, Any]]:
+        """What came of it so far (:meth:`ray_ckpt.tracker.copy_state.CopyState.read_back`)."""
+        return self._state.read_back(self._stack.node_tiers)
 
     def problem(self, target: Target) -> str:
         """What is in the way of the copy that is under way; empty when nothing is."""

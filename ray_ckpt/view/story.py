@@ -161,6 +161,24 @@ def _stop_requested(e: dict[str, Any]) -> str:
     return f"a save and the end of the job were asked for: {e['reason']}"
 
 
+def _drain_notice(e: dict[str, Any]) -> str:
+    when = "" if e["left_s"] is None else f" in {human_duration(max(0.0, e['left_s']))}"
+    return f"node {e['name']} will be taken away{when}"
+
+
+def _leave_requested(e: dict[str, Any]) -> str:
+    what = "save and leave" if e["saves"] else "LEAVE WITHOUT A SAVE"
+    why = "" if e["reason"] == e["cause"] else f": {e['reason']}"
+    return f"the workers {what} ({e['cause']}){why}"
+
+
+def _resize_decision(e: dict[str, Any]) -> str:
+    what = (
+        f"goes to {_workers(e['workers'])}" if e["why"] in ("grow", "shrink") else "does not grow"
+    )
+    return f"the cluster has room for {_workers(e['possible'])}, the run {what}: {e['reason']}"
+
+
 def _segment(e: dict[str, Any]) -> str:
     changed = "; ".join(f"{k} {v['old']} -> {v['new']}" for k, v in e["changed"].items())
     return (
@@ -229,6 +247,9 @@ _TELLERS = {
     "save_failed": _save_failed,
     "save_requested": _save_requested,
     "stop_requested": _stop_requested,
+    "drain_notice": _drain_notice,
+    "leave_requested": _leave_requested,
+    "resize_decision": _resize_decision,
     "quarantine": _quarantine,
     "trouble": _trouble,
     "skipped": _skipped,

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ray_ckpt.elastic.causes import find_cause
-from ray_ckpt.errors import NonfiniteError, RollbackError, StaleGenerationError, StorageError
+from ray_ckpt.errors import (
+    LeavingError,
+    NonfiniteError,
+    RollbackError,
+    StaleGenerationError,
+    StorageError,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +20,7 @@ from ray_ckpt.errors import NonfiniteError, RollbackError, StaleGenerationError,
         (NonfiniteError("step 5: loss nan"), True),
         (StorageError("the disk is full"), True),
         (RollbackError("back to step 3"), False),
+        (LeavingError("the attempt ends as planned"), False),
         (StaleGenerationError("attempt 4 has taken its place"), False),
         (RuntimeError("CUDA error"), False),
     ],

@@ -72,6 +72,15 @@ WRONG: list[tuple[type, dict[str, Any], list[str]]] = [
     (PolicyConfig, {"prior_per_1000_worker_days": math.nan}, ["policy.prior-per-1000-worker-days"]),
     (SavingConfig, {"timeout_s": 0}, ["--saving.timeout-s", "more than 0 s"]),
     (SavingConfig, {"final_tries": 0}, ["--saving.final-tries 0", "at least 1"]),
+    (Config, {"worker_sizes": "2 4"}, ["--worker-sizes '2 4'", "8,16,32"]),
+    (Config, {"worker_sizes": "1,,2"}, ["--worker-sizes '1,,2'", "8,16,32"]),
+    (
+        Config,
+        {"worker_sizes": "2,4", "workers": "1:3"},
+        ["--worker-sizes 2,4: 4 is not within --workers 1:3"],
+    ),
+    (ElasticConfig, {"min_gain": -0.1}, ["--elastic.min-gain", "0 or more"]),
+    (ElasticConfig, {"drain_margin_s": -1}, ["--elastic.drain-margin-s", "0 or more"]),
     (ElasticConfig, {"cpus_per_worker": 0}, ["--elastic.cpus-per-worker", "more than 0"]),
     (ElasticConfig, {"resize_check_s": -1}, ["--elastic.resize-check-s", "more than 0"]),
     (ElasticConfig, {"start_timeout_s": 0}, ["--elastic.start-timeout-s", "more than 0"]),
@@ -101,6 +110,8 @@ def test_a_wrong_value_is_refused_with_option_and_rule(kind, values, words):
         (ElasticConfig, "resize_check_s"),
         (ElasticConfig, "start_timeout_s"),
         (ElasticConfig, "node_loss_wait_s"),
+        (ElasticConfig, "cooldown_s"),
+        (ElasticConfig, "settle_s"),
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -192,3 +203,8 @@ def test_an_empty_folder_is_refused():
     for value in ("", " "):
         with pytest.raises(ConfigError, match="--storage"):
             absolute_folder(value, "--storage")
+
+
+def test_preferred_sizes_are_numbers_with_commas():
+    assert Config().preferred_sizes == ()
+    assert Config(workers="1:12", worker_sizes="8, 2,4,2").preferred_sizes == (2, 4, 8)

@@ -39,6 +39,7 @@ class Controller:
         self.group = self.decisions._group
         self.group.marks = StartMarks(lambda: self.now)
         monkeypatch.setattr(callbacks, "RayTracker", lambda run: self)
+        monkeypatch.setattr(callbacks, "hear_sigterm", lambda workers: None)
         monkeypatch.setattr(callbacks.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(self.group, "cause", self.find)
 

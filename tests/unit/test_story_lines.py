@@ -85,6 +85,24 @@ LINES: list[tuple[dict[str, Any], str]] = [
         {"event": "save_requested", "reason": "a drain is coming", "number": 1},
         "a save at the next step was asked for: a drain is coming",
     ),
+    ({"event": "drain_notice", "name": "spot-7", "left_s": 119.6}, "node spot-7 will be taken away in 2m 00s"),
+    ({"event": "drain_notice", "name": "spot-7", "left_s": None}, "node spot-7 will be taken away"),
+    (
+        {"event": "leave_requested", "cause": "node spot-7 will be taken away", "saves": True, "reason": "it is time"},
+        "the workers save and leave (node spot-7 will be taken away): it is time",
+    ),
+    (
+        {"event": "leave_requested", "cause": "rank 1 got SIGTERM", "saves": False, "reason": "rank 1 got SIGTERM"},
+        "the workers LEAVE WITHOUT A SAVE (rank 1 got SIGTERM)",
+    ),
+    (
+        {"event": "resize_decision", "possible": 5, "workers": 4, "why": "grow", "reason": "faster"},
+        "the cluster has room for 5 workers, the run goes to 4 workers: faster",
+    ),
+    (
+        {"event": "resize_decision", "possible": 3, "workers": 2, "why": "cost", "reason": "too dear"},
+        "the cluster has room for 3 workers, the run does not grow: too dear",
+    ),
     (
         {"event": "segment", "number": 1, "step": 1200, "sample_offset": 28800, "reason": "larger batch",
          "cause": "declared for this resume", "source": "step-00001200-g2",

@@ -28,7 +28,7 @@ from cluster.local import LocalCluster  # noqa: E402
 from ray_ckpt.config import ElasticConfig  # noqa: E402
 from ray_ckpt.errors import RayCkptError  # noqa: E402
 from ray_ckpt.options import run_main  # noqa: E402
-from ray_ckpt.prove.plant import gate_path, plant_fault, plant_gates  # noqa: E402
+from ray_ckpt.prove.plant import gate_path, plant_fault, plant_gates, reached_path  # noqa: E402
 from ray_ckpt.prove.script import Phase, Script  # noqa: E402
 from ray_ckpt.tracker.journal import STEPS_NAME, read_lines  # noqa: E402
 
@@ -86,8 +86,9 @@ class _Story:
             )
 
     def reach(self, step: int, world: int) -> None:
-        """Waits until a step is done on as many workers as the script says."""
-        self._wait(f"step {step} on {world} workers", lambda row: row["step"] >= step)
+        """Waits until the run stands at the gate of a step."""
+        reached = reached_path(self._gates, step)
+        self._wait(f"step {step} on {world} workers", lambda row: reached.exists())
 
     def happen(self, event: str, after: Phase, end: int) -> None:
         """Makes an event, and sees to it that the next phase has as many nodes as it needs."""

@@ -29,6 +29,7 @@ from ray_ckpt import (
     report_command,
     simulate_command,
     steer_command,
+    verify_nodes,
 )
 from ray_ckpt.checkpoint.drilled import Drilled
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed, usable
@@ -40,7 +41,15 @@ from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
 from ray_ckpt.view.keeping import Keeping
 from ray_ckpt.view.place import FolderRun, RemoteRun, open_run
 from ray_ckpt.view.runs import pick
-from ray_ckpt.view.tables import Column, Style, paint, printable, render_fields, render_table
+from ray_ckpt.view.tables import (
+    Column,
+    Style,
+    paint,
+    printable,
+    render_fields,
+    render_table,
+    wants_colour,
+)
 
 STORAGE_VARIABLE = "RAY_CKPT_STORAGE"
 DEFAULT_STORAGE = "~/ray_ckpt/runs"
@@ -116,6 +125,12 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("step", metavar="STEP", help=step_help)
     verify = add("verify", command_verify, "Read every byte again and compare checksums.")
     verify.add_argument("step", metavar="STEP", nargs="?", help=f"{step_help}; default: all")
+    verify.add_argument(
+        "--nodes",
+        action="store_true",
+        help="of a run that trains: also the copies in memory and on the disks of its nodes, all of them",
+    )
+    steer_command.add_arguments(verify)
     export = add(
         "export",
         export_command.command_export,
@@ -199,7 +214,7 @@ def command_ls(args: argparse.Namespace) -> int:
             row.insert(-1, " ".join(_tiers(entry, keeping)) or "-")
         rows.append(row)
         styles.append(style)
-    print(render_table(columns, rows, styles=styles, colour=_colour()))
+    print(render_table(columns, rows, styles=styles, colour=wants_colour()))
     good = usable(durable)
     newest = f"newest step {good[0].step}" if good else "nothing to restore from"
     total = human_bytes(sum(e.manifest.total_bytes for e in durable if e.manifest is not None))
@@ -277,13 +292,16 @@ def command_verify(args: argparse.Namespace) -> int:
         results.append(_verdict(entry, faults))
         if not args.json:
             _print_verdict(entry, faults, time.monotonic() - started_s)
+    if args.nodes:
+        results += verify_nodes.copies(args)
     if args.json:
         _print_json(results)
     num_bad = sum(not result["ok"] for result in results)
     if not results:
         _note(f"{run}: no committed checkpoint to verify")
     elif num_bad:
-        _note(f"{num_bad} of {len(results)} checkpoints damaged")
+        what = "checkpoints and copies" if args.nodes else "checkpoints"
+        _note(f"{num_bad} of {len(results)} {what} damaged")
     return EXIT_FAULT if num_bad else 0
 
 
@@ -351,7 +369,7 @@ def _faults(run: FolderRun | RemoteRun, entry: Listed) -> list[Fault]:
 def _print_verdict(entry: Listed, faults: list[Fault], took_s: float) -> None:
     size = human_bytes(entry.manifest.total_bytes) if entry.manifest is not None else "-"
     style: Style = "bad" if faults else "good"
-    word = paint("FAULT" if faults else "ok", style, colour=_colour())
+    word = paint("FAULT" if faults else "ok", style, colour=wants_colour())
     kept = f", quarantined: {printable(entry.quarantined)}" if entry.quarantined else ""
     print(f"{entry.folder.name}  {word}  {size} in {human_duration(took_s)}{kept}")
     for fault in faults:
@@ -397,11 +415,6 @@ def _print_json(value: object) -> None:
 
 def _note(text: str) -> None:
     print(printable(text), file=sys.stderr)
-
-
-def _colour() -> bool:
-    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
 
 
 if __name__ == "__main__":

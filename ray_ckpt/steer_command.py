@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command_save(args: argparse.Namespace) -> int:
     """`save RUN`: a checkpoint at the end of the present step; waits until it is committed."""
-    tracker, who = _tracker(args)
+    tracker, who = running_tracker(args)
     before = _status(tracker)
     if not before["attempt_open"]:
         raise ConfigError(
@@ -48,10 +48,10 @@ def command_save(args: argparse.Namespace) -> int:
             raise StorageError(
                 "the save failed, and is tried again by itself; the journal says why: ray-ckpt ls RUN"
             )
-        _wait(deadline, args.timeout_s, "no checkpoint was committed")
+        wait(deadline, args.timeout_s, "no checkpoint was committed")
     at = {"generation": status["generation"], "step": status["last_commit_step"]}
     while problem := tracker.call("durable", **at):  # who asks wants it to stay
-        _wait(
+        wait(
             deadline,
             args.timeout_s,
             f"step {at['step']} did not get to the durable tier ({problem})",
@@ -65,7 +65,7 @@ def command_save(args: argparse.Namespace) -> int:
 
 def command_stop(args: argparse.Namespace) -> int:
     """`stop RUN`: saves at the end of the present step and ends the job; the same command goes on later."""
-    tracker, who = _tracker(args)
+    tracker, who = running_tracker(args)
     status = _status(tracker)
     tracker.call("request_stop", reason=f"ray-ckpt stop by {who}")
     deadline = time.monotonic() + args.timeout_s
@@ -74,7 +74,7 @@ def command_stop(args: argparse.Namespace) -> int:
             status = _status(tracker)
         except StorageError:
             break  # the tracker ends with its job
-        _wait(deadline, args.timeout_s, "the job did not end")
+        wait(deadline, args.timeout_s, "the job did not end")
     if args.json:
         print(json.dumps({"step": status["last_commit_step"], "generation": status["generation"]}))
     else:
@@ -84,7 +84,13 @@ def command_stop(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tracker(args: argparse.Namespace) -> tuple[Any, str]:
+def running_tracker(args: argparse.Namespace) -> tuple[Any, str]:
+    """The tracker of a run that trains, and who asks.
+
+    Raises:
+        ConfigError: the run is complete, or there is no Ray where it is said to be.
+        StorageError: nobody drives the run.
+    """
     folder = find_run(args.run, args.storage)
     finished = recall(folder).finished_step
     if finished is not None:
@@ -112,7 +118,8 @@ def _status(tracker: Any) -> dict[str, Any]:
     return found
 
 
-def _wait(deadline: float, timeout_s: float, what: str) -> None:
+def wait(deadline: float, timeout_s: float, what: str) -> None:
+    """Waits a moment; raises StorageError when it has been long enough."""
     if time.monotonic() >= deadline:
         raise StorageError(
             f"{what} within {timeout_s:g} s; it is still asked for. See the log of the run's tracker actor."

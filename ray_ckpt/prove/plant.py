@@ -32,6 +32,11 @@ def gate_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
+def reached_path(folder: Path, step: int) -> Path:
+    """The file that a run puts there when it stands at a gate, and none of its saves is under way."""
+    return folder / f"step-{step}-reached"
+
+
 def plant_gates(folder: Path) -> None:
     """Makes rank 0 wait at the end of each step that has a gate, until the gate is gone.
 
@@ -47,6 +52,8 @@ def plant_gates(folder: Path) -> None:
             self._saving.wait(GATE_TIMEOUT_S)  # what is under way at an event is not up to chance
             deadline = time.monotonic() + GATE_TIMEOUT_S
             self._steward.exchange(flush=True)
+            # The line of the step may have been written before the save was done: it is no sign that all is at rest.
+            reached_path(folder, self.progress.step).touch()
             while path.exists() and not self._steward.asked and time.monotonic() < deadline:
                 time.sleep(GATE_POLL_S)
                 self._steward.exchange(flush=True)

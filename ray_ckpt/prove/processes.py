@@ -15,9 +15,8 @@ from typing import TypeVar
 
 from ray_ckpt.config import Config
 from ray_ckpt.errors import RayCkptError
-from ray_ckpt.prove.plant import gate_path, plant_fault, plant_gates
+from ray_ckpt.prove.plant import gate_path, plant_fault, plant_gates, reached_path
 from ray_ckpt.prove.script import Script
-from ray_ckpt.tracker.journal import STEPS_NAME, read_lines
 
 C = TypeVar("C", bound=Config)
 
@@ -44,7 +43,7 @@ def run_phases(config: C, train: Callable[[C], None], script: Script, fault: str
             path.touch()
         world = _World(config, train, phase.world, gates, fault)
         try:
-            world.wait(config.run_dir, end if phase.event else None)
+            world.wait(reached_path(gates, end) if phase.event else None)
         finally:
             world.kill()
         path.unlink(missing_ok=True)
@@ -74,8 +73,8 @@ class _World:
         for process in self._processes:
             process.start()
 
-    def wait(self, run_dir: Path, step: int | None) -> None:
-        """Waits until a step is done, or, without one, until all processes ended well."""
+    def wait(self, reached: Path | None) -> None:
+        """Waits until a file is there, or, without one, until all processes ended well."""
         deadline = time.monotonic() + PHASE_TIMEOUT_S
         while any(process.is_alive() for process in self._processes):
             bad = [p.exitcode for p in self._processes if p.exitcode not in (None, 0)]
@@ -83,7 +82,7 @@ class _World:
                 time.sleep(0.5)
                 text = self._log.read_text() if self._log.exists() else f"exit code {bad[0]}"
                 raise RayCkptError(f"a worker of the proof failed:\n{text}")
-            if step is not None and _last_step(run_dir) >= step:
+            if reached is not None and reached.exists():
                 return
             if time.monotonic() > deadline:
                 raise RayCkptError(f"a phase of the proof took more than {PHASE_TIMEOUT_S:g} s")
@@ -126,13 +125,6 @@ def _worker(
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)  # peers may still hold connections: nothing to clean up in order
-
-
-def _last_step(run_dir: Path) -> int:
-    last = 0
-    for line in read_lines(run_dir / STEPS_NAME):
-        last = int(line["step"])
-    return last
 
 
 def free_port() -> int:

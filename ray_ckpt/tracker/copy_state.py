@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from ray_ckpt.checkpoint.listing import CheckpointEntry
+from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.tiers.holder import Target
 from ray_ckpt.tiers.stack import NodeTier
 from ray_ckpt.tracker.copies import CopyBook
@@ -20,6 +24,9 @@ class CopyState:
         forced: those that go to every tier, whatever the intervals say.
         given_up: tier and checkpoint that does not go there any more.
         passed: those that the nodes did not give back to the present attempt.
+        asked_s: since when somebody wants to know that all copies are as they were written, monotonic seconds.
+        bad: tier and checkpoint to the nodes and files that were found bad since then.
+        unread: tier and checkpoint to why not all of it could be read since then.
     """
 
     def __init__(self, book: CopyBook) -> None:
@@ -29,6 +36,9 @@ class CopyState:
         self.forced: set[str] = set()
         self.given_up: set[tuple[Target, str]] = set()
         self.passed: set[str] = set()
+        self.asked_s = -math.inf
+        self.bad: dict[tuple[NodeTier, str], set[tuple[str, str]]] = {}
+        self.unread: dict[tuple[NodeTier, str], str] = {}
 
     def begin(self) -> None:
         """A new attempt: what did not work is tried again."""
@@ -50,3 +60,51 @@ class CopyState:
         self.settled &= names
         self.given_up = {(target, name) for target, name in self.given_up if name in names}
         self.verified = {key: at_s for key, at_s in self.verified.items() if key[1] in names}
+
+    def ask(self, now_s: float) -> None:
+        """All that the nodes hold is to be read again."""
+        self.asked_s = now_s
+        self.bad.clear()
+        self.unread.clear()
+
+    def read_back(self, tiers: tuple[NodeTier, ...]) -> list[dict[str, Any]]:
+        """What came of it so far: ``step, generation, tier, done, ok, faults [{path, fault}], nodes``.
+
+        What is not ``done`` has not been read yet. A fault says on which node, and whether other copies are there.
+        """
+        rows = []
+        for tier in tiers:
+            names = {
+                name for name in self._book.names() if any(self._book.copies(name, tier).values())
+            }
+            for name in sorted({*names, *(name for where, name in self.bad if where == tier)}):
+                key, at = parse_checkpoint_name(name), (tier, name)
+                assert key is not None, name
+                left = (
+                    "others are whole"
+                    if self._book.complete(name)
+                    else "NO whole copy is left on the nodes"
+                )
+                faults = [
+                    {
+                        "path": path,
+                        "fault": f"the copy on node {node} is not what was written; {left}",
+                    }
+                    for node, path in sorted(self.bad.get(at, ()))
+                ]
+                if why := self.unread.get(at):
+                    faults.append({"path": "", "fault": f"could not be read: {why}"})
+                places = self._book.copies(name, tier).values()
+                rows.append(
+                    {
+                        "step": key[0],
+                        "generation": key[1],
+                        "tier": tier,
+                        "done": name not in names
+                        or self.verified.get(at, -math.inf) >= self.asked_s,
+                        "ok": not faults,
+                        "faults": faults,
+                        "nodes": sorted({place.node for each in places for place in each}),
+                    }
+                )
+        return rows

@@ -88,6 +88,7 @@ class Copying:
             if manifest is None or (entry := entries.get(path)) is None:
                 continue  # a late word on what no node has any more
             self._book.remove(place, name, path)
+            self._state.bad.setdefault((place.tier, name), set()).add((place.node, path))
             # Its own holder looks again: the way to the reader may be to blame, and then it stays.
             self._holders.post(place.node, "has", tier=place.tier, name=name, entry=entry)
             self._state.settled.discard(name)  # one copy less than there are to be

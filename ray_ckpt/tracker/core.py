@@ -431,6 +431,16 @@ class TrackerCore:
         """Takes the pins of one reason away, or all (see :func:`ray_ckpt.tiers.pins.unpin`)."""
         self._keeper.unpin(name, reason)
 
+    def ask_read_back(self) -> None:
+        """Has the nodes read all copies that they hold, beside the training; :meth:`read_back` tells the outcome."""
+        self._places.ask_read_back()
+        self.advance()
+
+    def read_back(self) -> list[dict[str, Any]]:
+        """What came of it so far (see :meth:`ray_ckpt.tracker.copy_state.CopyState.read_back`)."""
+        self.advance()
+        return self._places.read_back()
+
     # ---- looking --------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:

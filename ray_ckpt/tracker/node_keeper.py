@@ -112,7 +112,10 @@ class NodeKeeper:
             if self._scrub.busy:
                 return
             # Also what could not be read: it is asked for again when its turn comes.
-            self._state.verified[self._scrub.first, self._scrub.name] = now_s
+            at = self._scrub.first, self._scrub.name
+            if self._scrub.checks - {node for node, _ in self._state.bad.get(at, ())}:
+                self._state.unread[at] = self._scrub.problem
+            self._state.verified[at] = now_s
             self._scrub = None
         held = set(self._book.names())
         known = {
@@ -120,7 +123,9 @@ class NodeKeeper:
             for (tier, name), at_s in self._state.verified.items()
             if name in held
         }
-        due = next_to_scrub(known, now_s=now_s, every_s=self._stack.scrub_s)
+        due = next_to_scrub(
+            known, now_s=now_s, every_s=self._stack.scrub_s, asked_s=self._state.asked_s
+        )
         if due is None:
             return
         tier = next(tier for tier in self._stack.node_tiers if due.startswith(f"{tier} "))

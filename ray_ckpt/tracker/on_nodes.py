@@ -199,6 +199,12 @@ class OnNodes:
             return ""
         return self.desk.problem(DURABLE) or "the copy is under way"
 
+    def ask_read_back(self) -> None:
+        self.desk.ask_read_back()
+
+    def read_back(self) -> list[dict[str, Any]]:
+        return self.desk.read_back()
+
     def advance(self) -> None:
         self.desk.advance()
         self._keeper.advance()

@@ -99,6 +99,14 @@ class Places(Protocol):
         """Asks for a checkpoint in the durable tier: empty when it is there, else what is in the way."""
         ...
 
+    def ask_read_back(self) -> None:
+        """Has the nodes read all that they hold."""
+        ...
+
+    def read_back(self) -> list[dict[str, Any]]:
+        """What came of it so far, a row for each checkpoint in each tier on the nodes."""
+        ...
+
     def advance(self) -> None:
         """Takes on record what was done aside, and begins what is due; neither waits nor raises."""
         ...
@@ -193,6 +201,12 @@ class InFolder:
 
     def durable(self, name: str) -> str:
         return "" if name in self._memory.committed else "it is not committed"
+
+    def ask_read_back(self) -> None:
+        pass
+
+    def read_back(self) -> list[dict[str, Any]]:
+        return []
 
     def advance(self) -> None:
         self._keeper.advance()

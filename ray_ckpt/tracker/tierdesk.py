@@ -245,6 +245,14 @@ class TierDesk:
         self._try(self._keeper.retain)
         self._try(self._keeper.scrub, now_s)
 
+    def ask_read_back(self) -> None:
+        """Has the nodes read all that they hold, one checkpoint in one tier after the other."""
+        self._state.ask(self._clock())
+
+    def read_back(self) -> list[dict[str, Any]]:
+        """What came of it so far (:meth:`ray_ckpt.tracker.copy_state.CopyState.read_back`)."""
+        return self._state.read_back(self._stack.node_tiers)
+
     def problem(self, target: Target) -> str:
         """What is in the way of the copy that is under way; empty when nothing is."""
         return self._copying.problem(target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +74,12 @@ def render_fields(pairs: Sequence[tuple[str, str]]) -> str:
 def paint(text: str, style: Style, *, colour: bool) -> str:
     """`text` in a style's colour, or as it is."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if colour and style else text
+
+
+def wants_colour() -> bool:
+    """Whether standard output is a terminal that shows colours, and nobody asked for none."""
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
 
 
 def printable(text: str) -> str:

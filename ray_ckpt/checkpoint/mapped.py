@@ -170,22 +170,35 @@ def read_layout(file: IO[bytes], start: int, length: int) -> Layout:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
                 raise NotMappableError("compressed")
-            if archive.read(members["byteorder"]).decode() != sys.byteorder:
-                raise NotMappableError("another byte order")
-            if members["data.pkl"].file_size > _FEW_BYTES:
-                raise NotMappableError("more than a tensor")
-            stored = _TensorPickle(archive.read(members["data.pkl"])).read()
-            member = members[f"data/{stored.key}"]
-            data = start + member.header_offset
+        if _few_bytes(file, start, members["byteorder"]).decode() != sys.byteorder:
+            raise NotMappableError("another byte order")
+        stored = _TensorPickle(_few_bytes(file, start, members["data.pkl"])).read()
+        member = members[f"data/{stored.key}"]
     except (zipfile.BadZipFile, KeyError, UnicodeDecodeError, EOFError, RuntimeError) as error:
         raise NotMappableError(str(error)) from error
-    file.seek(max(data, 0))
+    return stored.layout(_place(file, start, member), member.file_size, start + length)
+
+
+def _place(file: IO[bytes], start: int, member: zipfile.ZipInfo) -> int:
+    """Where the content of a member of the archive at ``start`` begins in the file."""
+    at = start + member.header_offset
+    file.seek(max(at, 0))
     header = file.read(_LOCAL_HEADER.size)
-    if data < start or len(header) < _LOCAL_HEADER.size or header[:4] != _LOCAL_SIGNATURE:
+    if at < start or len(header) < _LOCAL_HEADER.size or header[:4] != _LOCAL_SIGNATURE:
         raise NotMappableError("no archive member where one should be")
     _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-    data += _LOCAL_HEADER.size + name_bytes + extra_bytes
-    return stored.layout(data, member.file_size, start + length)
+    return at + _LOCAL_HEADER.size + name_bytes + extra_bytes
+
+
+def _few_bytes(file: IO[bytes], start: int, member: zipfile.ZipInfo) -> bytes:
+    """The content of a small member; not by ``zipfile``, which asks for a CRC that our writer leaves out."""
+    if member.file_size > _FEW_BYTES:
+        raise NotMappableError("more than a tensor")
+    file.seek(_place(file, start, member))
+    content = file.read(member.file_size)
+    if len(content) < member.file_size:
+        raise NotMappableError("a member that is cut off")
+    return content
 
 
 @dataclass(frozen=True, slots=True)

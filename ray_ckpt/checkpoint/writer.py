@@ -3,25 +3,69 @@
 DCP's own ``FileSystemWriter`` does the writing (every checkpoint stays readable by ``dcp.load``); only the
 streams it opens are wrapped. The digest is that of the bytes handed to the operating system: a disk that
 changes them afterwards is found when the checkpoint is verified.
+
+Two things make it as quick as a plain write. ``torch.save`` takes a CRC of every byte for its archives, which is slower
+than the disk (0.65 s for 1 GiB here, the digest 0.28 s) and which neither torch nor we look at: it is left out
+(:func:`without_crc`). And the disk begins when the first bytes are there, not when the last ones are synced.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import io
 import os
+import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from ray_ckpt.checkpoint.manifest import FileEntry
 from ray_ckpt.fault_points import fault_point
+
+# The disk is set to work after so many bytes: few enough to begin early, many enough to be worth a call.
+_WRITE_BACK_BYTES = 32 << 20
+
+
+@contextmanager
+def without_crc() -> Generator[None, None, None]:
+    """Within the block ``torch.save`` in this thread takes no CRC; nothing that torch or we do reads one.
+
+    The option is a thread's own (read in torch 2.13). Where it is not, it stays on: other files of the program would
+    lose theirs.
+    """
+    if not _is_ours_alone():
+        yield
+        return
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+@functools.cache
+def _is_ours_alone() -> bool:
+    """Whether a thread that sets the option sets it for itself alone."""
+    before = get_crc32_options()
+    thread = threading.Thread(target=set_crc32_options, args=(not before,))
+    thread.start()
+    thread.join()
+    if get_crc32_options() == before:
+        return True
+    set_crc32_options(before)
+    return False
 
 
 class _HashingStream:
@@ -31,7 +75,7 @@ class _HashingStream:
         self._stream = stream
         self._sha256 = hashlib.sha256() if strong else None
         self._digest = xxhash.xxh3_128()
-        self._bytes = 0
+        self._bytes = self._on_the_way = 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -48,7 +92,19 @@ class _HashingStream:
         if self._sha256 is not None:
             self._sha256.update(view)
         self._bytes += len(view)
+        if self._bytes - self._on_the_way >= _WRITE_BACK_BYTES:
+            self._write_back()
         return len(view)
+
+    def _write_back(self) -> None:
+        """Begins to write what is only in the system's memory yet, without waiting for it."""
+        if hasattr(os, "posix_fadvise"):
+            # Linux writes a range that is told to be of no more use; what is not on the disk yet stays in memory. Where
+            # files are memory, nothing happens. It is advice: what cannot take it is not told of it.
+            length = self._bytes - self._on_the_way
+            with suppress(OSError):
+                os.posix_fadvise(self.fileno(), self._on_the_way, length, os.POSIX_FADV_DONTNEED)
+        self._on_the_way = self._bytes
 
     def tell(self) -> int:
         return self._bytes
@@ -129,6 +185,10 @@ class ChecksumWriter(FileSystemWriter):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         self._hashing = HashingFileSystem(folder, strong=strong)
         self.fs = self._hashing
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with without_crc():  # it writes in this thread: one file, one thread
+            return super().write_data(plan, planner)
 
     @property
     def problem(self) -> OSError | None:

@@ -22,6 +22,7 @@ from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
 from ray_ckpt.elastic.crew import step_worked_on
 from ray_ckpt.elastic.hangs import Hang, HangWatch
 from ray_ckpt.elastic.hearing import hear_sigterm
+from ray_ckpt.elastic.silent_nodes import wait_for_silent
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.policy.hang import HangRule
@@ -63,6 +64,7 @@ class _Group:
         errors = dict(self.errors)
         try:
             errors = {**errors, **ask_again(self.workers, self._wait_s)}
+            wait_for_silent(self.workers, errors, self._wait_s)
             nodes = dead_nodes(self.workers)
             if nodes:
                 refresh_reservations()

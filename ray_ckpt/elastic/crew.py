@@ -21,7 +21,7 @@ from ray_ckpt.elastic.whereabouts import HERE, Look, look_around
 logger = logging.getLogger(__name__)
 
 STEP_S = 3.0  # that the workers of a group that has failed have to say where they were
-ASK_S = 10.0  # that a worker has to answer
+ASK_S = 5.0  # that a worker has to answer
 OUTSIDE_S = SPY_S + 20.0  # that a look on a node may take, with the start of a process there
 
 

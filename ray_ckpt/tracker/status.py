@@ -38,6 +38,7 @@ def status_of(
         "generation": memory.generation,
         "segment": segment,
         "world_size": memory.world_size,
+        "nodes": list(memory.nodes),
         "step": standing.step,
         "last": standing.last_record,
         "step_time_s": pace.step_time_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -58,6 +59,17 @@ def test_as_many_nodes_as_replicas_die_at_once_and_memory_gives_the_state_back(
         cluster.kill("node1")
         cluster.kill("node2")
         wait(cluster, job, run_dir, lambda row: row["world_size"] == 2)
+        command = [sys.executable, "-m", "ray_ckpt", "verify", str(run_dir), "--nodes", "--json"]
+        read = subprocess.run(
+            [*command, "--address", cluster.address],
+            env=cluster.client_environ(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert read.returncode == 0, read.stderr
+        assert {"memory", "local", "durable"} == {row["tier"] for row in json.loads(read.stdout)}
         assert cluster.wait_job(job, 200) == "SUCCEEDED", cluster.job_logs(job)[-6000:]
         shared = Path("/dev/shm").glob(f"rcl-*/*/*/data/ray_ckpt/{run_key(run_dir)}/checkpoints/*")
         assert list(shared) == []  # nobody needs memory of a run that has finished

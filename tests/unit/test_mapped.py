@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from ray_ckpt.checkpoint import mapped
 from ray_ckpt.checkpoint.mapped import Layout, MappedReader, NotMappableError, read_layout
+from ray_ckpt.checkpoint.writer import ChecksumWriter, without_crc
 
 DTYPES = [
     torch.float64,
@@ -49,13 +51,16 @@ def tensors(draw: Any) -> torch.Tensor:
     return tensor
 
 
-@given(st.dictionaries(st.sampled_from("abcdef"), tensors(), min_size=1))
+@given(st.dictionaries(st.sampled_from("abcdef"), tensors(), min_size=1), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_every_kind_of_tensor_comes_back_as_it_was(state: dict[str, torch.Tensor]) -> None:
+def test_every_kind_of_tensor_comes_back_as_it_was(
+    state: dict[str, torch.Tensor], ours: bool
+) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+        writer = ChecksumWriter(Path(folder)) if ours else dcp.FileSystemWriter(folder)
+        dcp.save(dict(state), storage_writer=writer, no_dist=True)
         target: dict[str, Any] = {name: torch.ones_like(t.detach()) for name, t in state.items()}
         dcp.load(target, storage_reader=MappedReader(folder), no_dist=True)
     for name, tensor in state.items():
@@ -164,3 +169,17 @@ def test_plain_tensors_are_mapped_not_unpickled(
     dcp.load(dict(target), storage_reader=MappedReader(tmp_path), no_dist=True)
     assert torch.equal(target["a"], state["a"])
     assert len(seen) == 2
+
+
+def test_files_of_the_program_keep_their_crc_while_ours_do_without(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.pt", tmp_path / "ours.pt"
+    with ThreadPoolExecutor(1) as pool, without_crc():
+        torch.save(torch.arange(99.0), ours)
+        pool.submit(torch.save, torch.arange(99.0), theirs).result()
+    torch.save(torch.arange(99.0), again := tmp_path / "again.pt")
+    for path in (theirs, again):
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+    with zipfile.ZipFile(ours) as archive:
+        assert archive.testzip() is not None, "there is nothing to do without"
+    assert torch.equal(torch.load(ours), torch.arange(99.0))

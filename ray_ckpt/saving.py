@@ -28,6 +28,8 @@ from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.validation import METRIC, Validated, Validation
 from ray_ckpt.watch import Watch
 
+# The other ranks wait for rank 0 meanwhile, and give up after the whole of it.
+_HOLD_SHARE = 0.9
 # Saves in a row that may fail on the nodes before one goes straight to the durable folder.
 DIRECT_AFTER = 2
 
@@ -70,7 +72,7 @@ class Saving:
         self._run_dir, self._stack = config.run_dir, config.tiers.stack()
         to_ray = config.saving.report_to_ray
         self._reporter = Reporter(self._run_dir, self._rank) if to_ray else None
-        self._prepared_bytes = 0
+        self._prepared_bytes, self._timeout_s = 0, config.saving.timeout_s
         self._saver = Saver(
             run_dir=self._first_tier(),
             node=node,
@@ -125,14 +127,15 @@ class Saving:
         self._present = progress, self._steward.last_record, validated
         self._direct = direct
         hold_s = self._steward.saving(progress.step)
+        self._request = self._steward.answered
         self._saver.save(progress.step, self._full_state, self._run_dir if direct else None)
         return hold_s
 
     def hold(self, seconds: float) -> None:
-        """Rank 0 waits for the end of the attempt, and the others for rank 0; goes on when it does not come."""
-        deadline = time.monotonic() + seconds
+        """On rank 0: waits for the end of the attempt, or an order to leave; goes on when neither comes."""
+        deadline = time.monotonic() + min(seconds, _HOLD_SHARE * self._timeout_s)
         self._saver.wait(seconds)
-        while time.monotonic() < deadline and not self._steward.asked:
+        while time.monotonic() < deadline and not (self._steward.asked or self._steward.leave):
             time.sleep(0.05)
             self._steward.exchange(flush=True)
 
@@ -179,6 +182,7 @@ class Saving:
             "places": result.places,
             "paces": result.paces,
             "direct": self._direct,
+            "request": self._request,
             "stall_s": result.stall_s,
             "upload_s": result.write_s,
             "error": result.error,

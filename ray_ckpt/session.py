@@ -312,6 +312,7 @@ class Session:
                 wants_direct=self._saving.bypasses(),
                 wants_leave=wants_leave,
                 unsaved=unsaved,
+                wants_hold=self._steward.holds,
             ),
             self.device,
             self.plan.num_micro_batches,
@@ -350,9 +351,9 @@ class Session:
             self._saving.report()
         self._steward.exchange(flush=False)
         self._saving.tell_durable(self._steward.durable_step)
-        if hold_s:
+        if agreement.save and agreement.hold:
             HERE.enter("hold")
-            self._saving.hold(hold_s)
+            self._hold(hold_s)
         HERE.enter("between", step + 1)
         self._seen = time.monotonic()
         return agreement
@@ -400,6 +401,13 @@ class Session:
         leave = self._steward.leave
         wants = sigterm.terminated() or leave is not None
         return wants, leave is not None and not leave.saves
+
+    def _hold(self, seconds: float) -> None:
+        """Stands still at this step: what is made after the save would be lost with the attempt."""
+        self._saving.hold(seconds)
+        leave = self._steward.leave  # on rank 0
+        if self._talk.told(leave is not None):
+            self._leave(self._talk.told(leave is not None and not leave.saves))
 
     def _leave(self, unsaved: bool) -> None:
         HERE.enter("close")

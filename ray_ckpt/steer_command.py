@@ -40,10 +40,10 @@ def command_save(args: argparse.Namespace) -> int:
             f"run {before['run']!r} does not train just now (it restarts, or is complete): its newest checkpoint is of "
             f"step {before['last_commit_step']}. Try again when it trains."
         )
-    tracker.call("request_save", reason=f"{who} asked for it")
+    number = tracker.call("request_save", reason=f"{who} asked for it")
     failed = before["failed_saves"]
     deadline = time.monotonic() + args.timeout_s
-    while (status := _status(tracker))["saves_settled"] <= before["saves_settled"]:
+    while (status := _status(tracker))["settled_request"] < number:
         if status["failed_saves"] > failed:
             raise StorageError(
                 "the save failed, and is tried again by itself; the journal says why: ray-ckpt ls RUN"

@@ -101,13 +101,13 @@ def _save_and_note(tracker: RayTracker, cause: str, going_on: Callable[[], bool]
         status = tracker.call("status")
         if not status["attempt_open"]:
             return
-        before = status["saves_settled"]
-        tracker.call("request_save", reason=cause, hold_s=SAVE_TIMEOUT_S)
+        # A save that is under way already is of a step before this one: it is not the one that is waited for.
+        number = tracker.call("request_save", reason=cause, hold_s=SAVE_TIMEOUT_S)
         while waiting():
             status = tracker.call("status")
-            if status["saves_settled"] > before:
+            if status["settled_request"] >= number:
                 break
-        if status["saves_settled"] > before and status["last_commit_step"] is not None:
+        if status["settled_request"] >= number and status["last_commit_step"] is not None:
             _wait_until_durable(tracker, status, waiting)
         tracker.call("interruption", kind="user_stop", cause=cause)
     except (RayCkptError, RayError) as error:

@@ -192,11 +192,11 @@ class ControllerDecisions(ControllerCallback):
         self._group.forget()
 
     def _save_first(self, tracker: RayTracker, workers: int) -> None:
-        before = tracker.call("status")["saves_settled"]
-        tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
+        # A save that is under way already is of a step before this one: it is not the one that is waited for.
+        number = tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
         deadline = time.monotonic() + self._save_timeout_s
         while time.monotonic() < deadline and self._group.hang is None:
-            if tracker.call("status")["saves_settled"] > before:
+            if tracker.call("status")["settled_request"] >= number:
                 return
             time.sleep(0.05)
         logger.warning(

@@ -41,6 +41,7 @@ class Vote:
         wants_direct: whether a save goes straight to the durable folder; rank 0 alone says so.
         wants_leave: whether the attempt is to end here: its process got SIGTERM, or on rank 0 the tracker says so.
         unsaved: whether no save is to begin before that; rank 0 alone says so.
+        wants_hold: whether the ranks are to stand still after the save; rank 0 alone says so.
     """
 
     loss: int
@@ -55,6 +56,7 @@ class Vote:
     wants_direct: bool = False
     wants_leave: bool = False
     unsaved: bool = False
+    wants_hold: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +75,7 @@ class Agreement:
         direct: a save goes straight to the durable folder.
         leave: the attempt ends here, once this step is safe.
         unsaved: it ends without a save.
+        hold: all stand still after the save, until the attempt ends or it is clear that it does not.
     """
 
     loss: float
@@ -86,6 +89,7 @@ class Agreement:
     direct: bool = False
     leave: bool = False
     unsaved: bool = False
+    hold: bool = False
 
 
 def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement:
@@ -106,6 +110,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         vote.wants_direct,
         vote.wants_leave,
         vote.unsaved,
+        vote.wants_hold,
     ]
     wide = [vote.loss & _MASK, vote.digest, vote.rng_digest]
     limbs = [(number >> (16 * i)) & 0xFFFF for number in wide for i in range(_LIMBS)]
@@ -113,7 +118,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         [*map(float, small), *map(float, limbs)], dtype=torch.float64, device=device
     )
     dist.all_reduce(tensor)
-    bad, tokens, busy, save, report, trouble, direct, leave, unsaved, *sums = map(
+    bad, tokens, busy, save, report, trouble, direct, leave, unsaved, hold, *sums = map(
         int, tensor.tolist()
     )
     save = 0 if unsaved else save + leave
@@ -132,6 +137,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
         direct=direct > 0,
         leave=leave > 0,
         unsaved=unsaved > 0,
+        hold=hold > 0,
     )
 
 

@@ -64,6 +64,7 @@ class RunMemory(CheckpointMemory, FailureMemory):
         last_group: worker group whose end was told last, empty when it was not named.
         last_end: how that was, in words.
         save_requests: number of the newest request for a save, 0 before the first.
+        settled_request: number of the newest request whose save was committed or refused, 0 before the first.
         stop_request: why somebody wants the present job to end, empty when nobody does.
         hold_s: how long the workers wait after the save of that request, seconds.
         leave: the event that says that the newest attempt is to end, None while it is not.
@@ -112,6 +113,7 @@ class RunMemory(CheckpointMemory, FailureMemory):
     last_group: str = ""
     last_end: str = ""
     save_requests: int = 0
+    settled_request: int = 0
     stop_request: str = ""
     hold_s: float = 0.0
     leave: dict[str, Any] | None = None
@@ -262,6 +264,7 @@ class RunMemory(CheckpointMemory, FailureMemory):
         self.commits += 1
         self.failed_in_a_row = 0
         self.last_commit_step = self.last_save_step = step
+        self.settled_request = max(self.settled_request, int(event.get("request", 0)))
         self.last_commit_name = str(event["name"])
         self.last_commit_time = float(event["time"])
         self.stalls_s.append(float(event["stall_s"]))
@@ -291,6 +294,7 @@ class RunMemory(CheckpointMemory, FailureMemory):
         self._passed_over(str(event["name"]))
         if event.get("by") == GUARD:
             self.refused += 1
+            self.settled_request = max(self.settled_request, int(event.get("request", 0)))
             self.refusals[str(event["name"])] = event
             self._take_norm(event)
 

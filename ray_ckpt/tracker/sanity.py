@@ -86,6 +86,7 @@ class Sanity:
             reason=error.reason,
             findings=error.findings,
             guard_s=found.get("seconds"),
+            request=int(save.get("request", 0)),
             **facts,
         )
 

@@ -98,6 +98,7 @@ class Saves:
             files=len(manifest.files),
             world_size=manifest.world_size,
             sample_offset=manifest.sample_offset,
+            request=int(save.get("request", 0)),
             stall_s=float(save["stall_s"]),
             upload_s=float(save["upload_s"]),
             exposure_s=self._memory.exposure_s,

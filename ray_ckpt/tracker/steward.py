@@ -35,7 +35,8 @@ class Steward:
         self._tracker = tracker
         self.generation = attempt.generation
         self._directive: Directive = attempt.directive
-        self._answered_request = attempt.directive.save_request
+        self._answered_request = self._heard_request = attempt.directive.save_request
+        self._heard_hold_s = 0.0
         self._last_save, self._total = start_step, total_steps
         # Storage that would not take the last saves of the attempt before may still not.
         self._failures = attempt.directive.failed_in_a_row
@@ -54,6 +55,16 @@ class Steward:
     def asked(self) -> bool:
         """Whether somebody asked for a save that has not begun."""
         return self._directive.save_request > self._answered_request
+
+    @property
+    def answered(self) -> int:
+        """Number of the newest request that a save has begun for."""
+        return self._answered_request
+
+    @property
+    def holds(self) -> bool:
+        """Whether whoever asked wants the workers to stand still after the save; asked after :meth:`wants_save`."""
+        return self._heard_hold_s > 0
 
     @property
     def leave(self) -> Leave | None:
@@ -83,6 +94,9 @@ class Steward:
         """Whether a save is due at the end of ``step``; False on ranks other than 0."""
         if self._tracker is None:
             return False
+        # A request that comes after the ranks have agreed on this step is answered by a later save.
+        self._heard_request = self._directive.save_request
+        self._heard_hold_s = self._directive.hold_s if self.asked else 0.0
         if step >= self._total or self.asked:
             return True
         every = steps_to_next(self._directive.every_steps, self._failures)
@@ -90,10 +104,9 @@ class Steward:
 
     def saving(self, step: int) -> float:
         """Notes that a save of ``step`` begins; returns how long to hold after it, seconds."""
-        hold_s = self._directive.hold_s if self.asked else 0.0
         self._last_save = step
-        self._answered_request = self._directive.save_request
-        return hold_s
+        self._answered_request = self._heard_request
+        return self._heard_hold_s
 
     def executed(self, record: dict[str, Any]) -> None:
         """Takes the line of an executed step."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_refusals import bad
 from test_tracker_core import Run
 
 from ray_ckpt.policy.decision import IntervalLimits
@@ -250,3 +251,20 @@ def test_a_start_that_took_long_makes_a_run_think_twice(tmp_path: Path) -> None:
     assert run.core.memory.starts_s[-1][1] == pytest.approx(501.0, abs=2.0)
     assert run.core.resize(4, 2).why == "cost"
     assert run.fold().starts_s == run.core.memory.starts_s
+
+
+def test_a_save_that_was_under_way_does_not_settle_a_request(run: Run) -> None:
+    number = run.core.request_save("a resize", hold_s=60.0)
+    run.save(request=number - 1)
+    assert run.core.status()["settled_request"] < number
+    run.train(1)
+    run.save(request=number)
+    assert run.core.status()["settled_request"] == number
+    assert run.fold().settled_request == number
+
+
+def test_a_save_that_the_guard_refuses_settles_a_request_too(run: Run) -> None:
+    number = run.core.request_save("a resize")
+    run.train(1)
+    assert not run.core.commit(run.generation, run.written(run.step, request=number, guard=bad()))
+    assert run.core.status()["settled_request"] == number

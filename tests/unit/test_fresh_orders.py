@@ -114,3 +114,20 @@ def test_the_thread_ends_with_its_attempt(
         gc.collect()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_a_request_is_answered_by_a_save_that_the_ranks_agreed_on_after_it(
+    tracker: Tracker,
+) -> None:
+    rank0 = steward(tracker)
+    assert rank0.wants_save(10), "one is due"
+    assert not rank0.holds
+    tracker.answer = replace(DIRECTIVE, save_request=1, hold_s=60.0)
+    assert rank0.refresh(0.0)
+    assert rank0.refresh(0.0), "while the ranks agree, somebody asks"
+    assert rank0.saving(10) == 0.0
+    assert (rank0.answered, rank0.asked) == (0, True)
+    assert rank0.wants_save(11)
+    assert rank0.holds
+    assert rank0.saving(11) == 60.0
+    assert (rank0.answered, rank0.asked) == (1, False)

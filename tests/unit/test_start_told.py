@@ -51,7 +51,11 @@ class Controller:
         if self.is_deaf:
             raise StorageError("the tracker is gone")
         self.told.append((method, more))
-        return Verdict(go_on=True, reason="") if method == "interruption" else {"saves_settled": 0}
+        if method == "request_save":
+            return 1
+        return (
+            Verdict(go_on=True, reason="") if method == "interruption" else {"settled_request": 0}
+        )
 
     def look(self, times: int) -> None:
         """The controller finds no room for a group, each second."""

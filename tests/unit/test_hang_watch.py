@@ -149,7 +149,7 @@ class Stage:
         if method == "status":
             return dict(self.status)
         self.told.append((method, more))
-        return None
+        return 1  # the number of a request, where one is asked for
 
     @property
     def ranks(self) -> range:
@@ -319,7 +319,7 @@ def test_a_hang_that_is_found_while_a_resize_waits_for_its_save_is_told_as_a_han
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stage = Stage(tmp_path, at(8, "agree"), None)
-    stage.status["saves_settled"] = 3
+    stage.status |= {"saves_settled": 3, "settled_request": 0}
     hang = stage.until_found(100)
     monkeypatch.setattr(callbacks, "RayTracker", lambda run: stage)
     monkeypatch.setattr(callbacks.time, "sleep", lambda seconds: setattr(group, "hang", hang))

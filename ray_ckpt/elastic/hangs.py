@@ -8,6 +8,7 @@ compiles, gets the long allowance; who is to blame says :mod:`ray_ckpt.policy.su
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -152,7 +153,10 @@ class Watcher:
         looks = self._crew.ask()
         found = {rank: None if look is None else look.where for rank, look in looks.items()}
         long = not pulse.stepped or needs_long(found)
-        if now_s - pulse.since_s < self._rule.limit_s(usual_s, long=long):
+        ages_s = [look.step_age_s for look in looks.values() if look is not None]
+        # Steps that end and are not told: the tracker was away, and is not the one to go by.
+        goes_on = min(ages_s, default=math.inf) < limit_s / 2
+        if goes_on or now_s - pulse.since_s < self._rule.limit_s(usual_s, long=long):
             self._not_before_s = now_s + limit_s / 4  # asking costs each worker a little
             return None
         if self._beat() is None or self._pulse is not pulse:

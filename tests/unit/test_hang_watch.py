@@ -132,6 +132,7 @@ class Stage:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.ended: list[tuple[list[int], list[int]]] = []
         self.on_ask = lambda: None
+        self.step_begun_s = 0.0
         self.deaf = False
         self.watcher = Watcher(
             rule=RULE,
@@ -168,7 +169,13 @@ class Stage:
         self.asked += 1
         self.on_ask()
         return {
-            rank: where and Look(where=where, age_s=1.0, step_age_s=2.0, stacks="in the middle")
+            rank: where
+            and Look(
+                where=where,
+                age_s=1.0,
+                step_age_s=self.now - self.step_begun_s,
+                stacks="in the middle",
+            )
             for rank, where in enumerate(self.wheres)
         }
 
@@ -269,6 +276,14 @@ def test_a_run_that_goes_on_while_it_is_asked_is_left_alone(tmp_path: Path) -> N
     assert stage.until_found(200) is None
     assert stage.asked >= 5
     assert stage.told == []
+
+
+def test_steps_that_end_and_are_not_told_are_no_hang(tmp_path: Path) -> None:
+    """As after a tracker that was away: what it knows is old."""
+    stage = Stage(tmp_path, at(8, "agree"), None)
+    stage.on_ask = lambda: setattr(stage, "step_begun_s", stage.now - 2.0)
+    assert stage.until_found(200) is None
+    assert stage.asked >= 5
 
 
 def test_a_finished_run_and_a_tracker_that_does_not_answer_are_no_hang(tmp_path: Path) -> None:

@@ -8,27 +8,22 @@ the machine does meets both. Exit code 0 only if the target holds.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_worlds import conclude, run_world, target_of
 from model import ModelConfig, Transformer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_ckpt.elastic.parallel import Reducer, spread
-from ray_ckpt.facts import versions
 from ray_ckpt.options import parse, run_main
-from ray_ckpt.prove.processes import free_port
 
 WORLD, MICRO_BATCHES, MICRO_BATCH, SEQ_LEN = 2, 12, 2, 128
 LIMIT = 1.3
@@ -107,11 +102,8 @@ def counted(mode: _Mode) -> Iterator[list[int]]:
         dist.all_reduce = all_reduce
 
 
-def worker(rank: int, port: int, rounds: int, results: Queue[dict[str, Any]]) -> None:
-    """Measures on one rank; rank 0 tells."""
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
+def worker(rank: int, rounds: int) -> dict[str, Any]:
+    """Measures on one rank."""
     generator = torch.Generator().manual_seed(rank)
     shape = (MICRO_BATCHES // WORLD, MICRO_BATCH, SEQ_LEN)
     micro_batches = list(torch.randint(0, 257, shape, generator=generator))
@@ -131,26 +123,14 @@ def worker(rank: int, port: int, rounds: int, results: Queue[dict[str, Any]]) ->
         with counted(mode) as sizes:
             mode.step(micro_batches)
         sent[name] = sum(sizes)
-    if rank == 0:
-        results.put({"times": times, "bytes": sent})
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"times": times, "bytes": sent}
 
 
 def main() -> int:
     """Measures, prints a table, and holds the ratio against its limit."""
     config = parse(BenchConfig)
-    context = multiprocessing.get_context("spawn")
-    results: Queue[dict[str, Any]] = context.Queue()
-    port, rounds = free_port(), 10 if config.quick else config.rounds
-    workers = [
-        context.Process(target=worker, args=(r, port, rounds, results)) for r in range(WORLD)
-    ]
-    for process in workers:
-        process.start()
-    found = results.get(timeout=60 + 10 * rounds)
-    for process in workers:
-        process.join()
+    rounds = 10 if config.quick else config.rounds
+    found = run_world(worker, WORLD, rounds, timeout_s=60 + 10 * rounds)
     medians = {name: statistics.median(times) for name, times in found["times"].items()}
     pairs = zip(found["times"]["exact"], found["times"]["default"], strict=True)
     ratio = statistics.median(exact / default for exact, default in pairs)
@@ -163,15 +143,8 @@ def main() -> int:
         print(
             f"{row['mode']:<10}{1000 * row['step_s']:>11.1f} ms{row['bytes_sent'] / 2**20:>10.2f} MiB"
         )
-    ok = ratio <= LIMIT
-    print(
-        f"exact over default, median of pairs: {ratio:.3f} (limit {LIMIT}) {'ok' if ok else 'MISSED'}"
-    )
-    if config.json:
-        target = {"name": "exact_step_over_default", "value": ratio, "limit": LIMIT, "ok": ok}
-        document = {"targets": [target], "rows": rows, "versions": versions()}
-        Path(config.json).write_text(json.dumps(document, indent=1))
-    return 0 if ok else 1
+    target = target_of("exact_step_over_default", ratio, LIMIT)
+    return conclude([target], rows, config.json)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
 
 from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import LOSS_BITS
+from ray_ckpt.elastic.nested import to_device
 from ray_ckpt.elastic.parallel import Reducer
 from ray_ckpt.elastic.passclock import PassClock
+from ray_ckpt.elastic.passes import passes
 from ray_ckpt.elastic.whereabouts import HERE
-
-MAX_REPEATS = 3
+from ray_ckpt.rollcall import RollCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +25,37 @@ class MicroStep:
     """One forward and backward pass of this rank.
 
     Attributes:
-        tokens: int64 [micro_batch, seq_len], on the session's device.
+        data: what to train on, on the session's device: int64 tokens [micro_batch, seq_len], or what the training
+            function's own loader gave, with its tensors moved.
         company: whether the pass only keeps other ranks company: it adds nothing.
         last: whether it is the rank's last pass of the step.
-        source: where the samples come from.
+        source: where the samples come from: ``index`` of the micro-batch in the global batch, ``rows`` and
+            ``positions``, int64 [micro_batch].
     """
 
-    tokens: torch.Tensor
+    data: Any
     company: bool
     last: bool
     source: MicroBatch
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [micro_batch, seq_len], of rows of token ids.
+
+        Raises:
+            RuntimeError: the samples come from the training function's own loader.
+        """
+        if self.has_tokens:
+            assert isinstance(self.data, torch.Tensor)
+            return self.data
+        raise RuntimeError(
+            "micro.tokens: the samples are those of batches(loader=...); use micro.data"
+        )
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the samples are rows of token ids."""
+        return self.source.tokens.size > 0
 
 
 def passes_of(
@@ -47,7 +71,9 @@ def passes_of(
     padded = [*micro_batches, *[micro_batches[-1]] * (count - len(micro_batches))]
     return [
         MicroStep(
-            tokens=torch.from_numpy(micro.tokens).to(device, non_blocking=True),
+            data=to_device(
+                torch.from_numpy(micro.tokens) if micro.data is None else micro.data, device
+            ),
             company=i >= len(micro_batches),
             last=i == count - 1,
             source=micro,
@@ -63,25 +89,30 @@ class Batch:
     scale. What the first round added is forgotten.
 
     Args:
-        passes: in order.
+        micro_steps: the passes, in order.
         reducer: makes gradients of them.
         before: called before each pass.
         device: of this rank.
+        roll: tells who does not come, where ranks wait for each other.
+        step: of the run, for messages.
         clock: measures the first forward pass.
     """
 
     def __init__(
         self,
-        passes: list[MicroStep],
+        micro_steps: list[MicroStep],
         reducer: Reducer,
         before: Callable[[MicroStep], None],
         device: torch.device,
+        roll: RollCall,
+        step: int,
         clock: PassClock | None = None,
     ) -> None:
-        self._passes, self._reducer, self._before = passes, reducer, before
-        self._clock = clock or PassClock(device)
-        self._loss = torch.zeros(2, dtype=torch.int64, device=device)  # sum, number of non-finite
+        self._micro_steps, self._reducer, self._before = micro_steps, reducer, before
+        self._losses: list[torch.Tensor] = []  # of the passes, still on the device
         self._device = device
+        self._roll, self._step = roll, step
+        self._clock, self._left = clock or PassClock(device), len(micro_steps)
         self.num_tokens = 0
         self.rng_digest = 0
         self.finished = False
@@ -89,57 +120,71 @@ class Batch:
     @property
     def micro_batches(self) -> list[MicroBatch]:
         """The micro-batches that are trained on."""
-        return [micro.source for micro in self._passes if not micro.company]
+        return [micro.source for micro in self._micro_steps if not micro.company]
 
     @property
     def loss(self) -> tuple[int, int]:
         """Sum of the micro-batches' mean losses in units of 2^-32, and how many were not finite."""
-        total, bad = self._loss.tolist()
-        return total, bad
+        if not self._losses:
+            return 0, 0
+        # All of them at once: a few small operations for each pass would cost more than all else at a step's end.
+        scaled = [value * 2.0**LOSS_BITS for value in torch.stack(self._losses).double().tolist()]
+        finite = [round(value) for value in scaled if math.isfinite(value)]
+        return sum(finite), len(scaled) - len(finite)
 
     def __iter__(self) -> Iterator[MicroStep]:
-        for _ in range(MAX_REPEATS + 1):
-            self._loss.zero_()
-            self.num_tokens = self.rng_digest = 0
-            self._clock.begin()
-            for left, micro in zip(reversed(range(len(self._passes))), self._passes, strict=True):
-                HERE.enter("forward", left=left)
-                self._before(micro)
-                with self._reducer.one_pass(micro.last):
-                    yield micro
-                if not micro.company:
-                    self.rng_digest += self._look_at_rng(micro)
-            HERE.enter("reduce")
-            if self._reducer.finish():
-                self.finished = True
-                HERE.enter("optimizer")
-                return
-        raise RuntimeError(
-            f"the gradients of a step did not fit their own scale {MAX_REPEATS} times: they are not the same when "
-            "a pass is made again. Exact mode needs kernels that give the same bits each time."
-        )
+        turns = passes(self._reducer, self._micro_steps, self._begin)
+        while True:
+            if not self._left:
+                HERE.enter("reduce")
+            # The reducer of exact mode waits for the other ranks here, after the last pass.
+            with self._roll.during(f"the passes of step {self._step}"):
+                micro = next(turns, None)
+            if micro is None:
+                break
+            self._left -= 1
+            HERE.enter("forward", left=self._left)
+            self._before(micro)
+            yield micro
+            if not micro.company:
+                self.rng_digest += self._look_at_rng(micro)
+        self.finished = True
+        HERE.enter("optimizer")
 
-    def backward(self, micro: MicroStep, loss: torch.Tensor) -> None:
+    def _begin(self) -> None:
+        self._left = len(self._micro_steps)
+        self._clock.begin()
+        self._losses.clear()
+        self.num_tokens = self.rng_digest = 0
+
+    def backward(self, micro: MicroStep, loss: torch.Tensor, *, tokens: int | None = None) -> None:
         """Back-propagates the mean loss of a pass, scaled to its share, and adds it to the step's loss.
 
         Args:
             micro: the pass.
-            loss: its mean loss, a scalar.
+            loss: its mean loss, a scalar tensor.
+            tokens: how many tokens gave a loss, for the record; of rows of token ids they are counted.
+
+        Raises:
+            OutOfStepError: other ranks did not come to this step, within ``--saving.timeout-s``.
         """
         self._clock.end()
-        HERE.enter("backward", left=HERE.now.left)
-        (loss * (0.0 if micro.company else self._reducer.scale)).backward()
+        HERE.enter("backward", left=self._left)
+        with self._roll.during(f"backward() of step {self._step}"):
+            (loss * (0.0 if micro.company else self._reducer.scale)).backward()
         if micro.company:
             return
-        value = loss.detach().double() * 2.0**LOSS_BITS
-        finite = torch.isfinite(value)
-        self._loss[0] += torch.where(finite, value, 0.0).round().to(torch.int64)
-        self._loss[1] += (~finite).to(torch.int64)
-        self.num_tokens += micro.tokens.shape[0] * (micro.tokens.shape[1] - 1)
+        # A copy: a compiled model may put the next pass's loss into the same memory.
+        self._losses.append(loss.detach().clone())
+        if tokens is None:
+            shape = micro.tokens.shape if micro.has_tokens else (0, 1)
+            tokens = shape[0] * (shape[1] - 1)
+        self.num_tokens += tokens
 
     def _look_at_rng(self, micro: MicroStep) -> int:
         """Digest of the torch generator after a pass; a sum over micro-batches, as the samples' digest."""
         cuda = self._device.type == "cuda"
         state = torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
-        head = int(micro.source.index).to_bytes(8, "little")
-        return xxhash.xxh3_64(head + state.numpy().tobytes()).intdigest()
+        digest = xxhash.xxh3_64(int(micro.source.index).to_bytes(8, "little"))
+        digest.update(state.numpy().data)
+        return digest.intdigest()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt import (
+    completion_command,
     dashboard_command,
     drill_command,
     export_command,
@@ -159,6 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report_command.add_arguments(report)
     dashboard_command.add_dashboard_command(commands, layout)
+    completion_command.add_completion_command(commands, layout, parser)
     return parser
 
 

@@ -137,6 +137,10 @@ class StateError(RayCkptError, TypeError):
     """A part of the training state cannot be saved, or is not what it is given as."""
 
 
+class OutOfStepError(RayCkptError, RuntimeError):
+    """Ranks that must make the same calls in the same order did not: one waited for others in vain."""
+
+
 class WeightsError(RayCkptError):
     """A file of weights is damaged, or does not fit the model."""
 

@@ -15,6 +15,7 @@ from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data
 from ray_ckpt.data.mixture import Order, mixed_order
 from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.data.own import OwnIndex, dataset_order
 from ray_ckpt.data.permute import mix
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.initial import INIT_FROM, initial_weights
@@ -32,12 +33,22 @@ from ray_ckpt.view.summary import snapshot_problem
 _SEGMENT = 7  # the purpose of a draw, as those in order.py, reader.py and mixture.py
 
 
+def index_of(config: Config) -> Index | OwnIndex:
+    """What the data of a run is.
+
+    Raises:
+        ConfigError: no source is named.
+        DataError: a folder that is no data, or sources that do not fit together.
+    """
+    return OwnIndex(num_rows=config.samples) if config.samples else load_data(config.sources)
+
+
 def global_order(config: Config, segment: Segment = FIRST) -> Order:
     """The global order of samples that a configuration names."""
-    return order_of(load_data(config.sources), config, segment)
+    return order_of(index_of(config), config, segment)
 
 
-def order_of(index: Index, config: Config, segment: Segment = FIRST) -> Order:
+def order_of(index: Index | OwnIndex, config: Config, segment: Segment = FIRST) -> Order:
     """The global order of some data, in a segment of a run.
 
     Segment 0 draws from the run's seed. A later one has its own: a run whose batch changed would see again
@@ -45,6 +56,13 @@ def order_of(index: Index, config: Config, segment: Segment = FIRST) -> Order:
     """
     number = segment.number
     seed = mix(config.seed, number, _SEGMENT) if number else config.seed
+    if isinstance(index, OwnIndex):
+        return dataset_order(
+            index.num_rows,
+            global_batch=config.global_batch,
+            micro_batch=config.micro_batch,
+            seed=seed,
+        )
     if isinstance(index, MixedIndex):
         return mixed_order(
             [part.row_group_sizes for part in index.parts],
@@ -76,8 +94,8 @@ def check_run(config: Config, identity: Mapping[str, Any]) -> RunFacts:
     """
     if problem := key_problem(config.run_dir):
         raise ConfigError(problem)
-    index = load_data(config.sources)
-    if index.seq_len != config.seq_len:
+    index = index_of(config)
+    if not isinstance(index, OwnIndex) and index.seq_len != config.seq_len:
         folders = " and ".join(source.path for source in config.sources)
         raise ConfigError(
             f"--seq-len {config.seq_len}: the rows in {folders} have {index.seq_len} tokens. Use "
@@ -125,8 +143,10 @@ def _check_checkpoints(config: Config) -> None:
     newest_usable(config.run, config.run_dir, entries, commits=memory.durable_commits, passed=gone)
 
 
-def _data_identity(index: Index) -> str:
+def _data_identity(index: Index | OwnIndex) -> str:
     """What stays the same: paths may change, content, names, weights and their order may not."""
+    if isinstance(index, OwnIndex):
+        return f"{index.num_rows} samples of the training function's own"
     if not isinstance(index, MixedIndex):
         return index.fingerprint
     pairs = zip(index.sources, index.parts, strict=True)

@@ -10,8 +10,11 @@ from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import Index
 from ray_ckpt.data.feed import Feed, LocalFeed, MicroBatch, RayFeed, Transform
 from ray_ckpt.data.mixture import Order
+from ray_ckpt.data.order import GlobalOrder
+from ray_ckpt.data.own import MakeLoader, OwnFeed, OwnIndex
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.replaced import RecordedFeed
+from ray_ckpt.errors import ConfigError
 from ray_ckpt.segment import Segment
 from ray_ckpt.skips import Skip, stretches
 
@@ -19,10 +22,11 @@ from ray_ckpt.skips import Skip, stretches
 def make_feed(
     config: Config,
     *,
-    index: Index,
+    index: Index | OwnIndex,
     order: Order,
     plan: BatchPlan,
     transform: Transform | None,
+    loader: MakeLoader | None,
     generation: int,
     steps_before: int,
 ) -> Feed:
@@ -34,9 +38,31 @@ def make_feed(
         order: of the samples.
         plan: which micro-batches are this rank's.
         transform: applied while reading, None for nothing.
+        loader: makes the loader of a dataset of the training function's own; None for data that is read here.
         generation: of the attempt.
         steps_before: steps of the run before the order's first.
+
+    Raises:
+        ConfigError: a loader for data that is read here, or none for data that is not.
     """
+    if isinstance(index, OwnIndex):
+        if loader is None:
+            raise ConfigError(
+                f"--samples {index.num_rows}: the samples are the training function's own, so give batches() what "
+                "loads them: batches(loader=lambda sampler: DataLoader(dataset, batch_sampler=sampler)). Or name a "
+                "folder with --data, in place of --samples."
+            )
+        if transform is not None:
+            raise ConfigError(
+                "batches(transform=...) changes rows of --data; with --samples the loader does that itself."
+            )
+        assert isinstance(order, GlobalOrder)
+        return OwnFeed(order=order, plan=plan, make=loader)
+    if loader is not None:
+        raise ConfigError(
+            "batches(loader=...): the run reads --data. To train on a dataset of your own, give --samples its length "
+            "(Config(samples=len(dataset))) and leave out --data."
+        )
     reading = config.reading
     feed: Feed
     if reading.feed == "local":

@@ -16,11 +16,17 @@ from ray_ckpt.clocks import submitted
 from ray_ckpt.config import Config
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import check_run, tracker_options
-from ray_ckpt.ray_private import quiet_reports
+from ray_ckpt.ray_private import quiet_reports, short_leaving
 from ray_ckpt.session import Session
 from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.lock import RunLock
+
+_NOWHERE = (
+    "attach() joins a training function of Ray Train, or a program that has called "
+    "torch.distributed.init_process_group(): start the function with ray_ckpt.run(config, train), or call "
+    "init_process_group() first."
+)
 
 _stand_in: ContextVar[Session | None] = ContextVar("ray_ckpt_stand_in", default=None)
 
@@ -42,8 +48,16 @@ def attach(config: Config) -> Session:
     say) it lives in the process of rank 0: all works but what needs Ray, such as another number of workers without
     a new start.
 
+    Args:
+        config: the one that the training function was called with, the same on every worker.
+
+    Returns:
+        This worker's session; it lives as long as the training function.
+
     Raises:
         RuntimeError: neither Ray Train nor ``torch.distributed`` is there.
+        ConfigError: without Ray: the options contradict the data, the run's record, or need Ray.
+        StorageError: the run's folder cannot be used, or its tracker is gone.
     """
     stand_in = _stand_in.get()
     if stand_in is not None:
@@ -56,8 +70,12 @@ def attach(config: Config) -> Session:
 
     if not ray.is_initialized():
         return _attach_alone(config)
+    try:
+        context = ray.train.get_context()
+    except RuntimeError:
+        return _attach_alone(config)  # this program uses Ray for something else, or is the driver
     quiet_reports()
-    context = ray.train.get_context()
+    short_leaving()
     rank = context.get_world_rank()
     nodes: list[Any] = [None] * context.get_world_size()
     node = ray.get_runtime_context().get_node_id()
@@ -76,11 +94,7 @@ def _attach_alone(config: Config) -> Session:
     from ray_ckpt.tracker.client import LocalTracker
 
     if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "attach() joins a training function of Ray Train, or a program that has called "
-            "torch.distributed.init_process_group(): start the function with ray_ckpt.run(config, train), or call "
-            "init_process_group() first."
-        )
+        raise RuntimeError(_NOWHERE)
     if config.tiers.stack().node_tiers:
         raise ConfigError(
             f"--tiers.use {' '.join(config.tiers.use)}: copies on the nodes are held by actors of Ray, and there is no "

@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.errors import LeavingError
+
 logger = logging.getLogger(__name__)
 
 READ_IN = "2.60.0"
@@ -164,6 +166,24 @@ def quiet_reports() -> None:
         import_module(place).logger.setLevel(logging.WARNING)
     except (ImportError, AttributeError) as error:
         _missing(f"{place}.logger", error)
+
+
+def short_leaving() -> None:
+    """Has a worker that leaves as planned log that in one line: Ray Train logs a traceback, as of a failure."""
+    place = "ray.train.v2._internal.util"
+    try:
+        import_module(place).logger.addFilter(_shorten)
+    except (ImportError, AttributeError) as error:
+        _missing(f"{place}.logger", error)
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    *_, last = str(record.msg).strip().splitlines() or [""]
+    name, _, reason = last.partition(": ")
+    if name.endswith(f".{LeavingError.__name__}"):
+        record.msg, record.args = reason, ()
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
 
 
 @functools.cache

@@ -28,8 +28,6 @@ from ray_ckpt.tracker.steward import Steward
 from ray_ckpt.validation import METRIC, Validated, Validation
 from ray_ckpt.watch import Watch
 
-# The other ranks wait for rank 0 meanwhile, and give up after the whole of it.
-_HOLD_SHARE = 0.9
 # Saves in a row that may fail on the nodes before one goes straight to the durable folder.
 DIRECT_AFTER = 2
 
@@ -72,7 +70,7 @@ class Saving:
         self._run_dir, self._stack = config.run_dir, config.tiers.stack()
         to_ray = config.saving.report_to_ray
         self._reporter = Reporter(self._run_dir, self._rank) if to_ray else None
-        self._prepared_bytes, self._timeout_s = 0, config.saving.timeout_s
+        self._prepared_bytes = 0
         self._saver = Saver(
             run_dir=self._first_tier(),
             node=node,
@@ -131,13 +129,24 @@ class Saving:
         self._saver.save(progress.step, self._full_state, self._run_dir if direct else None)
         return hold_s
 
-    def hold(self, seconds: float) -> None:
-        """On rank 0: waits for the end of the attempt, or an order to leave; goes on when neither comes."""
-        deadline = time.monotonic() + min(seconds, _HOLD_SHARE * self._timeout_s)
-        self._saver.wait(seconds)
-        while time.monotonic() < deadline and not (self._steward.asked or self._steward.leave):
+    def hold(self, seconds: float, told: Callable[[bool], bool]) -> None:
+        """All ranks wait for the end of the attempt, or an order to leave; they go on when neither comes.
+
+        Rank 0 says every moment that it still waits: the others do not take it for one that is gone.
+
+        Args:
+            seconds: how long at most; rank 0's counts.
+            told: gives every rank what rank 0 says.
+        """
+        deadline = time.monotonic() + seconds
+        steward = self._steward
+        while told(
+            time.monotonic() < deadline
+            and (self._saver.busy or not (steward.asked or steward.leave is not None))
+        ):
             time.sleep(0.05)
-            self._steward.exchange(flush=True)
+            if not self._saver.busy:
+                self._steward.exchange(flush=True)
 
     def wait(self, timeout_s: float) -> None:
         """Waits for the save that is in flight."""

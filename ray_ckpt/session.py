@@ -15,7 +15,9 @@
         session.step_end(lr=scheduler.get_last_lr()[0], grad_norm=norm)
     session.close()
 
-All ranks call the same methods in the same order. Rank 0 alone talks to the tracker, without waiting for it.
+All ranks call the same methods in the same order. Rank 0 alone talks to the tracker, without waiting for it. What is
+called at the wrong place is a ``RuntimeError`` with the right one; a rank that waits for others in vain gets an
+:class:`ray_ckpt.errors.OutOfStepError` that names them.
 """
 
 from __future__ import annotations
@@ -23,43 +25,44 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from ray_ckpt.alike import check_alike, state_lines
 from ray_ckpt.batch import Batch, MicroStep, passes_of
 from ray_ckpt.config import Config
-from ray_ckpt.data.catalog import load_data
 from ray_ckpt.data.feed import Feed, MicroBatch, Transform
-from ray_ckpt.data.fixed import fixed_rows
-from ray_ckpt.data.plan import BatchPlan
+from ray_ckpt.data.own import MakeLoader
 from ray_ckpt.elastic import sigterm
 from ray_ckpt.elastic.control import Agreement, Vote, agree, agree_to_leave, digest_samples
 from ray_ckpt.elastic.leash import Leash
-from ray_ckpt.elastic.parallel import Reducer, pads, spread
+from ray_ckpt.elastic.parallel import pads
 from ray_ckpt.elastic.passclock import PassClock
 from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.ending import Ending
+from ray_ckpt.errors import StateError
 from ray_ckpt.facts import order_of
 from ray_ckpt.feeding import make_feed, steps_of
 from ray_ckpt.resume import resume
 from ray_ckpt.saving import Saving
+from ray_ckpt.session_model import ModelSession
 from ray_ckpt.state import rng
 from ray_ckpt.state.train_state import Progress, TrainState
 from ray_ckpt.step_record import step_record
 from ray_ckpt.tracker.client import TrackerClient
 from ray_ckpt.tracker.listener import Listener
+from ray_ckpt.tracker.records import Attempt
 from ray_ckpt.tracker.steward import Steward
-from ray_ckpt.tracker.talk import Talk
-from ray_ckpt.validation import LossFunction, Validation
+from ray_ckpt.usage import Usage
+from ray_ckpt.validation import inner
 from ray_ckpt.watch import Watch
 
 logger = logging.getLogger(__name__)
 
 
-class Session:
+class Session(ModelSession):
     """One worker's view of one attempt of a run.
 
     Args:
@@ -83,109 +86,68 @@ class Session:
         check: Callable[[int], object] | None = None,
     ) -> None:
         HERE.enter("start", 0)
-        self.config, self.device = config, device
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.index = load_data(config.sources)
-        self.plan = BatchPlan(
-            global_batch=config.global_batch,
-            micro_batch=config.micro_batch,
-            world_size=self.world_size,
-            rank=self.rank,
-        )
-        self.order = order_of(self.index, config)
-        timeout = timedelta(seconds=config.saving.timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._talk = Talk(tracker, dist.new_group(backend="gloo", timeout=timeout))
+        super().__init__(config, tracker=tracker, device=device)
         self._nodes, self._node = nodes or [], node
-        self._state: TrainState | None = None
         self._batch: Batch | None = None
         self._transform: Transform | None = None
-        self._reducer: Reducer | None = None
-        self._model: torch.nn.Module | None = None
-        self._validation: Validation | None = None
+        self._loader: MakeLoader | None = None
+        self._usage: Usage | None = None
         self._seen = time.monotonic()
         self._data_wait_s = self._between_s = 0.0
-        self._clock = PassClock(device)
-        self._is_present = check
+        self._clock, self._is_present = PassClock(device), check
         self._leash: Leash | None = None
-
-    def spread(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
-        """Spreads a model over the workers, as ``--parallel`` and ``--exact`` say.
-
-        Args:
-            model: with the same initial weights on every rank.
-            example: one input of the model.
-
-        Returns:
-            The model to train.
-        """
-        model, self._reducer = spread(
-            model,
-            example,
-            parallel=self.config.parallel,
-            exact=self.config.exact,
-            device=self.device,
-            addends=self.plan.num_micro_batches,
-        )
-        self._model = model
-        return model
-
-    def validate_with(self, loss: LossFunction, *, rows: int = 8) -> None:
-        """Measures a loss on fixed rows at each save, for drills to compare with; optional, on every rank.
-
-        The rows depend on the data and the seed alone (:mod:`ray_ckpt.data.fixed`), and no transform of ``batches()``
-        touches them. The loss goes into the manifest as the metric ``validation_loss``. It is measured once here
-        without effect, so that a mistake in the function is seen now and not at the first save.
-
-        Args:
-            loss: from the model (without DDP around it) and int64 [rows, seq_len] to their mean loss, a scalar.
-            rows: how many; ``--micro-batch`` of them go through the model at a time.
-
-        Raises:
-            DataError: the rows cannot be read.
-        """
-        model = self._check_validation(rows)
-        self._validation = Validation(
-            loss,
-            fixed_rows(self.index, self.config.seed, rows, self.config.reading.on_corrupt),
-            rows_per_pass=self.config.micro_batch,
-            device=self.device,
-        )
-        self._validation.measure(model)
-
-    def _check_validation(self, rows: int) -> torch.nn.Module:
-        if self._model is None or self._state is not None:
-            raise RuntimeError("call validate_with() after spread() and before restore()")
-        if rows < 1:
-            raise ValueError(f"validate_with(rows={rows}): give at least 1")
-        return self._model
-
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Scales the gradients down to a global norm; returns the norm before."""
-        return self._spread_model().clip_grad_norm(max_norm)
 
     # ---- restore --------------------------------------------------------------------------------
 
     def restore(self, state: TrainState) -> TrainState:
-        """Brings ``state`` to where the run is, and fixes this attempt's generation.
+        """Brings ``state`` to where the run is, and fixes this attempt's generation; once, also for a new run.
 
         Every rank verifies its share of the checkpoint's bytes first. A checkpoint that fails is set aside by
         the tracker, and the next older one is taken.
 
+        Args:
+            state: of the model that ``spread()`` gave; changed in place.
+
+        Returns:
+            The same state.
+
         Raises:
             RestoreError: no checkpoint can be used although there are some, or they do not fit the state.
+            StateError: the state is of another model, or not alike on every rank.
+            RuntimeError: called twice, or before ``spread()``.
         """
+        self._check_restore(state)
         HERE.enter("restore")
-        attempt = resume(
-            state,
-            self.config,
-            self._talk,
-            group=self._group,
-            device=self.device,
-            nodes=self._nodes,
-            node=self._node,
-            first_micro_batch=self.plan.micro_batches[0],
-        )
+        with self._roll.during("restore()"):
+            check_alike("the state of TrainState", state_lines(state), self._words)
+            attempt = resume(
+                state,
+                self.config,
+                self._talk,
+                group=self._group,
+                device=self.device,
+                nodes=self._nodes,
+                node=self._node,
+                first_micro_batch=self.plan.micro_batches[0],
+            )
+            self._begin(state, attempt)
+        HERE.enter("between", self._first_step)
+        return state
+
+    def _check_restore(self, state: TrainState) -> None:
+        if self._state is not None:
+            raise RuntimeError(
+                "restore() was called before: once in an attempt, with everything in one TrainState. To start anew, "
+                "start the run again."
+            )
+        self._spread_model()
+        if self._model is not None and state.model not in (self._model, inner(self._model)):
+            raise StateError(
+                "restore(TrainState(model=...)): that is not the model that spread() gave. Train, optimize and restore "
+                "what spread() returns."
+            )
+
+    def _begin(self, state: TrainState, attempt: Attempt) -> None:
         self._state, self._segment, self._skips = state, attempt.segment, attempt.skips
         self.order = order_of(self.index, self.config, self._segment)
         self._watch = Watch(
@@ -222,15 +184,14 @@ class Session:
             skips=attempt.skips,
             node=self._node,
         )
+        self._listener = Listener(self._steward) if self._talk.tracker is not None else None
+        sigterm.listen()  # below Ray Train the main thread has done so (elastic/callbacks.py)
         if self._is_present is not None and self.config.elastic.leash_s:
             present = partial(self._is_present, attempt.generation)
             self._leash = Leash(present, self.config.elastic.leash_s)
             self._leash.start()
-        HERE.enter("between", self._first_step)
-        self._listener = Listener(self._steward) if self._talk.tracker is not None else None
-        sigterm.listen()  # below Ray Train the main thread has done so (elastic/callbacks.py)
+        self._usage = Usage(state, self.config.steps)
         self._seen = time.monotonic()
-        return state
 
     # ---- train ----------------------------------------------------------------------------------
 
@@ -239,7 +200,9 @@ class Session:
         """How far the run is."""
         return self._restored().progress
 
-    def batches(self, transform: Transform | None = None) -> Iterator[Batch]:
+    def batches(
+        self, transform: Transform | None = None, *, loader: MakeLoader | None = None
+    ) -> Iterator[Batch]:
         """Yields this rank's part of each global batch, from where the run is to its last step.
 
         Args:
@@ -247,9 +210,17 @@ class Session:
                 must keep the rows, their order and the columns ``row``, ``position`` and ``stream``; it may
                 change tokens, and add columns, which are then in ``micro.source.columns``. Positions count from the
                 start of the segment (:mod:`ray_ckpt.segment`).
+            loader: for a dataset of your own (``--samples``): makes a loader of it from the batch sampler that it is
+                given, such as ``lambda sampler: DataLoader(dataset, batch_sampler=sampler)``. Each item of it is a
+                micro-batch, ``micro.data``. Called again where the order has a hole.
+
+        Raises:
+            RuntimeError: called before ``restore()``, or ``step_end()`` was not called for the last batch.
+            ConfigError: a loader without ``--samples``, or the other way round.
+            DataError: a damaged file, or a loader that does not follow its sampler.
         """
         self._restored()
-        self._transform = transform
+        self._transform, self._loader = transform, loader
         start, stop = self.progress.step, self.config.steps
         steps = steps_of(self._feed(), self._segment, self._skips, start, stop)
         while True:
@@ -280,6 +251,9 @@ class Session:
             The global loss and what the ranks agreed on.
 
         Raises:
+            RuntimeError: called twice for a batch, or before all of its passes; or no optimizer made a step.
+            StateError: the model is another than at ``restore()``.
+            OutOfStepError: other ranks did not come within ``--saving.timeout-s``, or are gone.
             NonfiniteError: the run is no longer finite, and stops (``--guard.on-nonfinite``).
             RollbackError: the same, and the next attempt begins at a checkpoint from before.
             LeavingError: a node or a worker will be taken away, and this step is safe: the attempt ends.
@@ -295,6 +269,12 @@ class Session:
             )
         self._batch = None
         step = state.progress.step + 1
+        with self._roll.during(f"step_end() of step {step}"):
+            return self._end_step(state, batch, step, lr, grad_norm)
+
+    def _end_step(
+        self, state: TrainState, batch: Batch, step: int, lr: float, grad_norm: float | None
+    ) -> Agreement:
         HERE.enter("agree")
         loss, bad_losses = batch.loss
         wants_leave, unsaved = self._wants_leave()
@@ -316,7 +296,10 @@ class Session:
             ),
             self.device,
             self.plan.num_micro_batches,
+            self._votes,
         )
+        assert self._usage is not None
+        self._usage.check_optimizer(step, loss=agreement.loss, grad_norm=grad_norm)
         now = time.monotonic()
         self._clock.settle(counts=step != self._first_step)
         state.progress = Progress(
@@ -339,6 +322,8 @@ class Session:
                 between_s=self._between_s,
             )
         )
+        if agreement.save or step == self._first_step:
+            self._usage.check_model()
         if step == self._first_step:
             self._saving.prepare()  # most optimizers make their state in the first step
         hold_s = self._saving.save(direct=agreement.direct) if agreement.save else 0.0
@@ -355,6 +340,7 @@ class Session:
             HERE.enter("hold")
             self._hold(hold_s)
         HERE.enter("between", step + 1)
+        self._usage.step_ended(step)
         self._seen = time.monotonic()
         return agreement
 
@@ -371,26 +357,39 @@ class Session:
         if self._batch is not None:
             raise RuntimeError("pause_point() within a step: call it after step_end()")
         wants_leave, unsaved = self._wants_leave()
-        leave, unsaved = agree_to_leave(wants_leave=wants_leave, unsaved=unsaved, group=self._group)
-        if leave:
-            # Without a step there is nothing that is not safe already.
-            self._leave(unsaved or self.progress.step < self._first_step)
+        step = self.progress.step
+        with self._roll.during(f"pause_point() after step {step}"):
+            leave, unsaved = agree_to_leave(
+                wants_leave=wants_leave, unsaved=unsaved, group=self._words
+            )
+            if leave:
+                # Without a step there is nothing that is not safe already.
+                self._leave(unsaved or step < self._first_step)
 
     def close(self) -> None:
         """Ends the attempt; a run that reached its last step is committed there and marked as finished.
 
+        Called after the loop, on every rank; a second time it does nothing.
+
         Raises:
+            OutOfStepError: other ranks did not leave the loop after the same step, or are gone.
             StorageError: the last checkpoint could not be committed.
             NonfiniteError: the guard refused it, or one before it.
             RollbackError: the same, and the next attempt begins at a checkpoint from before.
         """
-        self._restored()
+        step = self._restored().progress.step
+        assert self._usage is not None
+        if self._usage.is_closed:
+            return
+        self._usage.closed()
         HERE.enter("close")
-        self._ending.close()
+        with self._roll.during(f"close() after step {step}"):
+            dist.barrier(group=self._words)  # rank 0 would end alone, and nobody know
+            self._ending.close()
         HERE.enter("done")
+        sigterm.ignore()
         if self._leash is not None:
             self._leash.stop()
-        sigterm.ignore()
         if self._listener is not None:
             self._listener.close()
 
@@ -404,7 +403,7 @@ class Session:
 
     def _hold(self, seconds: float) -> None:
         """Stands still at this step: what is made after the save would be lost with the attempt."""
-        self._saving.hold(seconds)
+        self._saving.hold(seconds, self._talk.told)
         leave = self._steward.leave  # on rank 0
         if self._talk.told(leave is not None):
             self._leave(self._talk.told(leave is not None and not leave.saves))
@@ -418,13 +417,6 @@ class Session:
             raise RuntimeError("call restore(state) first, also for a new run")
         return self._state
 
-    def _spread_model(self) -> Reducer:
-        if self._reducer is None:
-            raise RuntimeError(
-                "call spread(model, example) first, and train the model that it returns"
-            )
-        return self._reducer
-
     def _feed(self) -> Feed:
         return make_feed(
             self.config,
@@ -432,6 +424,7 @@ class Session:
             order=self.order,
             plan=self.plan,
             transform=self._transform,
+            loader=self._loader,
             generation=self._steward.generation,
             steps_before=self._segment.start_step,
         )
@@ -439,7 +432,10 @@ class Session:
     def _make_batch(self, micro_batches: list[MicroBatch]) -> Batch:
         count = self.plan.max_share if pads(self.config.parallel) else len(micro_batches)
         passes = passes_of(micro_batches, count, self.device)
-        return Batch(passes, self._spread_model(), self._before_pass, self.device, self._clock)
+        step = self.progress.step + 1
+        reducer = self._spread_model()
+        roll, clock = self._roll, self._clock
+        return Batch(passes, reducer, self._before_pass, self.device, roll, step, clock)
 
     def _before_pass(self, micro: MicroStep) -> None:
         # In exact mode dropout must not know who computes a micro-batch, nor how often it was computed.

@@ -9,8 +9,8 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,10 +18,11 @@ from ray_ckpt import ray_dashboard
 from ray_ckpt.checkpoint.signature import take
 from ray_ckpt.clocks import Instant, submitted
 from ray_ckpt.config import DEFAULT_HOME, Config, absolute_folder
-from ray_ckpt.data.catalog import Index, MixedIndex, load_data, parse_sources
+from ray_ckpt.data.catalog import Index, MixedIndex, parse_sources
 from ray_ckpt.data.mixture import MixedOrder, Order
+from ray_ckpt.data.own import OwnIndex
 from ray_ckpt.errors import ConfigError, RayCkptError
-from ray_ckpt.facts import check_run, order_of, tracker_options
+from ray_ckpt.facts import check_run, index_of, order_of, tracker_options
 from ray_ckpt.local_ray import cluster
 from ray_ckpt.tiers.durable import durable_entries, remote_of
 from ray_ckpt.tiers.remote_records import pull_records
@@ -29,19 +30,29 @@ from ray_ckpt.tracker.client import RayTracker
 from ray_ckpt.tracker.core import RunFacts
 from ray_ckpt.tracker.identity import read_record
 from ray_ckpt.tracker.lock import RunLock
+from ray_ckpt.tracker.recall import recall
 from ray_ckpt.view.summary import snapshot_problem, summary
 
 C = TypeVar("C", bound=Config)
+
+_FAREWELL_S = 5.0  # a tracker that does not answer is ended all the same
 
 
 def resolve(config: C) -> C:
     """Fills in what depends on the machine: absolute folders, the default data folder.
 
+    Args:
+        config: of the run, in the program that starts it.
+
+    Returns:
+        The same options for :func:`run`.
+
     Raises:
         ConfigError: a folder that a job cannot use.
     """
     storage = absolute_folder(config.storage, "--storage")
-    sources = config.sources or parse_sources([default_data(config)])
+    # The training function's own dataset is in no folder.
+    sources = config.sources or (() if config.samples else parse_sources([default_data(config)]))
     data = (str(replace(s, path=absolute_folder(s.path, "--data"))) for s in sources)
     init_from = config.init_from and absolute_folder(config.init_from, "--init-from")
     return replace(config, storage=storage, data=tuple(data), init_from=init_from)
@@ -72,7 +83,9 @@ def run(
         Exit code: 0 when the run is complete.
 
     Raises:
-        RayCkptError: a mistake in the options (``ConfigError``), or a run that could not go on.
+        ConfigError: a mistake in the options, or something in them or the function that cannot be sent to workers.
+        StorageError: the run's folder cannot be used.
+        RayCkptError: the run could not go on, or the training function ended before its last step was committed.
     """
     begun = submitted()
     take()  # from here on no process that is started inherits a key
@@ -96,12 +109,32 @@ def run(
                 return 0
         lock = lock or held.enter_context(closing(RunLock(config.run_dir)))
         num_cpus = math.ceil(config.worker_range[1] * config.elastic.cpus_per_worker)
+        _check_sendable(config, train)
         with cluster(num_cpus) as context:
             if prepare is not None and unprepared:
                 prepare(config)
                 facts = check_run(config, identity or {})
             print(_opening(config, context), flush=True)
             return _fit(config, train, facts, begun, lock)
+
+
+def _check_sendable(config: Config, train: Callable[..., None]) -> None:
+    """Refuses what cannot travel to the workers, before any of them is waited for.
+
+    Raises:
+        ConfigError: names the field of the options, or the function.
+    """
+    from ray import cloudpickle
+
+    given = {f"config.{field.name}": getattr(config, field.name) for field in fields(config)}
+    for what, value in {**given, f"the training function {train!r}": train}.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:  # any: objects say in their own way that they cannot be pickled
+            raise ConfigError(
+                f"{what} cannot be sent to the workers ({type(error).__name__}: {error}). Locks, open files, sockets "
+                "and the like belong to one process: make them inside of the training function."
+            ) from error
 
 
 def _fit(
@@ -172,10 +205,14 @@ def _fit(
                 check_s=elastic.resize_check_s,
             ),
         )
+    how = "failed"
     try:
         with Narrator(tracker, config.steps, config.log_every):
             fit_until_stopped(trainer.fit, tracker)
+        _check_finished(config)
+        how = "finished"
     except Stopped as stopped:
+        how = "stopped"
         print(
             f"stopped by {stopped}; the same command goes on.\n{summary(config.run_dir)}",
             flush=True,
@@ -188,9 +225,26 @@ def _fit(
             f"{config.run_dir}. The same command goes on from the newest checkpoint that is whole."
         ) from error
     finally:
+        with suppress(ray.exceptions.RayError):  # it may be gone
+            ray.get(handle.ended.remote(how), timeout=_FAREWELL_S)
         ray.kill(handle)
     print(summary(config.run_dir), flush=True)
     return 0
+
+
+def _check_finished(config: Config) -> None:
+    """A training function may end without a word before its run does.
+
+    Raises:
+        RayCkptError: it did not close its session at the last step.
+    """
+    memory = recall(config.run_dir)
+    if memory.finished_step != config.steps:
+        raise RayCkptError(
+            f"the training function of run {config.run!r} ended, and the run is not finished: the newest checkpoint "
+            f"is of step {memory.last_commit_step or 0} of {config.steps}. It left the loop over session.batches() "
+            "before its end, or did not call session.close() after it. The same command goes on from there."
+        )
 
 
 def _fetch_records(config: Config) -> None:
@@ -224,7 +278,7 @@ def _is_empty(folder: str) -> bool:
 
 
 def _opening(config: Config, context: Any) -> str:
-    index = load_data(config.sources)
+    index = index_of(config)
     url = getattr(context, "dashboard_url", None)
     lines = [
         f"run {config.run!r}: {config.steps} steps of {config.global_batch} samples, workers {config.workers}, "
@@ -241,8 +295,12 @@ def _opening(config: Config, context: Any) -> str:
     return "\n".join(lines)
 
 
-def _describe(config: Config, index: Index, order: Order) -> list[str]:
+def _describe(config: Config, index: Index | OwnIndex, order: Order) -> list[str]:
     """The lines about the data: one, or one for each source of a mixture."""
+    if isinstance(index, OwnIndex):
+        return [
+            f"data of the training function: {index.num_rows} samples, {config.global_batch} a step"
+        ]
     if not isinstance(index, MixedIndex) or not isinstance(order, MixedOrder):
         assert not isinstance(order, MixedOrder)
         return [

@@ -37,6 +37,8 @@ class Config:
     """Folder that every node sees and that keeps the runs; an absolute path."""
     data: UseAppendAction[tuple[str, ...]] = ()
     """Folder of Parquet rows of token ids; several NAME=PATH:WEIGHT are mixed; none uses text of every machine."""
+    samples: int = 0
+    """Samples of a dataset that the training function brings itself, in place of --data; 0 reads --data."""
     init_from: str = ""
     """File or folder of safetensors with the weights a new run begins with; ignored once there are checkpoints."""
     steps: int = 300
@@ -76,6 +78,12 @@ class Config:
             raise ConfigError(
                 f"--run {self.run!r}: a run's name is a folder's name, of letters, digits, '.', '_' and '-' "
                 "(100 at most, the first a letter or digit)"
+            )
+        at_least(0, "--samples", self.samples)
+        if self.samples and self.data:
+            raise ConfigError(
+                f"--samples {self.samples} with --data {self.data[0]}: samples are those of a dataset that the "
+                "training function brings itself, data is read for it. Give one of the two."
             )
         at_least(1, "--steps", self.steps)
         at_least(2, "--seq-len", self.seq_len)

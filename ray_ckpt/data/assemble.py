@@ -33,6 +33,7 @@ class MicroBatch:
         rows: int64 [micro_batch], row ids.
         positions: int64 [micro_batch], places in the global order.
         columns: what a transform added, by name: [micro_batch], or [micro_batch, n] for lists.
+        data: of a dataset of the training function's own, what its loader gave; then there are no tokens.
     """
 
     index: int
@@ -40,6 +41,7 @@ class MicroBatch:
     rows: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
+    data: Any = None
 
 
 class _Stream:

@@ -93,7 +93,7 @@ class Rehearsal(Session):
 
     def validate_with(self, loss: LossFunction, *, rows: int = 8) -> None:
         """Takes the function; it is called when the model is restored."""
-        self._check_validation(rows)
+        _, self._rows_of = self._check_validation(rows)
         self._loss = loss, rows
 
     def restore(self, state: TrainState) -> NoReturn:
@@ -154,7 +154,7 @@ class Rehearsal(Session):
         config = self.config
         return Validation(
             function,
-            fixed_rows(self.index, config.seed, rows, config.reading.on_corrupt),
+            fixed_rows(self._rows_of, config.seed, rows, config.reading.on_corrupt),
             rows_per_pass=expected.rows_per_pass if expected else config.micro_batch,
             device=self.device,
         ).measure(model)

@@ -16,7 +16,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from ray_ckpt.errors import LeavingError, RayCkptError, RollbackError, StaleGenerationError
+from ray_ckpt.errors import (
+    LeavingError,
+    OutOfStepError,
+    RayCkptError,
+    RollbackError,
+    StaleGenerationError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +119,16 @@ def find_cause(errors: Mapping[int, Exception], nodes: Mapping[int, str]) -> Cau
 
 def is_echo(error: BaseException) -> bool:
     """Whether an error only says that a peer is gone."""
+    if isinstance(error, OutOfStepError):
+        return True
     text = str(error)
     return any(word in text for word in ("Connection", "gloo", "NCCL", "Broken pipe", "Socket"))
 
 
 def _is_ours(error: BaseException) -> bool:
+    # A rank that nobody heard of may have been frozen, or its node slow: the next attempt may do.
     return isinstance(error, RayCkptError) and not isinstance(
-        error, StaleGenerationError | RollbackError | LeavingError
+        error, StaleGenerationError | RollbackError | LeavingError | OutOfStepError
     )
 
 

@@ -92,13 +92,19 @@ class Agreement:
     hold: bool = False
 
 
-def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement:
-    """All-reduces the ranks' votes over the default process group.
+def agree(
+    vote: Vote,
+    device: torch.device,
+    num_micro_batches: int,
+    group: dist.ProcessGroup | None = None,
+) -> Agreement:
+    """All-reduces the ranks' votes.
 
     Args:
         vote: of this rank.
         device: that the process group reduces on.
         num_micro_batches: V, of the global batch.
+        group: to reduce over; None for the default one.
     """
     small = [
         vote.bad_losses,
@@ -117,7 +123,7 @@ def agree(vote: Vote, device: torch.device, num_micro_batches: int) -> Agreement
     tensor = torch.tensor(
         [*map(float, small), *map(float, limbs)], dtype=torch.float64, device=device
     )
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     bad, tokens, busy, save, report, trouble, direct, leave, unsaved, hold, *sums = map(
         int, tensor.tolist()
     )

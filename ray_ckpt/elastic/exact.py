@@ -49,10 +49,13 @@ class _Exact:
     Args:
         model: its parameters.
         addends: V, micro-batches of a global batch.
+        group: of all ranks, that sums and maxima go over; None for the default one.
     """
 
-    def __init__(self, model: torch.nn.Module, addends: int) -> None:
-        self.model, self.addends = model, addends
+    def __init__(
+        self, model: torch.nn.Module, addends: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.model, self.addends, self._group = model, addends, group
         self.exponent = FIRST_EXPONENT
         self._largest: torch.Tensor | None = None
         self._step_largest = 0.0
@@ -73,7 +76,7 @@ class _Exact:
         largest = torch.zeros(1, device=device)
         if self._largest is not None:
             largest[0] = self._largest
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         self._largest = None
         return float(largest)
 
@@ -115,7 +118,7 @@ class _Exact:
         for grad in grads:
             words += fixed.square_sum_words(grad, exponent)
         if self._sharded():
-            dist.all_reduce(words)
+            dist.all_reduce(words, group=self._group)
         norm = math.sqrt(fixed.square_sum_value(words, exponent))
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
@@ -136,8 +139,10 @@ class _Exact:
 class ExactReplicas(_Exact):
     """Whole copies of the model; gradients are taken from a plain module, and summed here."""
 
-    def __init__(self, model: torch.nn.Module, addends: int) -> None:
-        super().__init__(model, addends)
+    def __init__(
+        self, model: torch.nn.Module, addends: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(model, addends, group)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() for p in self._parameters]
         device = self._parameters[0].device
@@ -158,7 +163,7 @@ class ExactReplicas(_Exact):
             parameter.grad = None
 
     def _deliver(self) -> None:
-        dist.all_reduce(self._sum)
+        dist.all_reduce(self._sum, group=self._group)
         values = fixed.from_fixed(self._sum, self.exponent)
         for parameter, part in zip(
             self._parameters, values.split([p.numel() for p in self._parameters]), strict=True
@@ -173,8 +178,10 @@ class ExactReplicas(_Exact):
 class ExactShards(_Exact):
     """FSDP2: integers are reduce-scattered in every pass, and turned into gradients in the last."""
 
-    def __init__(self, model: torch.nn.Module, addends: int) -> None:
-        super().__init__(model, addends)
+    def __init__(
+        self, model: torch.nn.Module, addends: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__(model, addends, group)
         self._last = False
         self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._sums: list[_ShardSum] = []

@@ -10,9 +10,9 @@ equally many: the shorter ones repeat their last micro-batch with scale 0 (they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_ckpt.elastic.exact import ExactReplicas, ExactShards, deterministic_kernels
+from ray_ckpt.elastic.nested import tensors_in, to_device
+from ray_ckpt.errors import StateError
 
 Parallel = Literal["ddp", "fsdp"]
 
@@ -90,54 +92,89 @@ class Averages:
 
 def spread(
     model: torch.nn.Module,
-    example: torch.Tensor,
+    example: Any,
     *,
     parallel: Parallel,
     exact: bool,
     device: torch.device,
     addends: int,
+    units: Iterable[torch.nn.Module] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.nn.Module, Reducer]:
     """Spreads a model over all ranks.
 
     Args:
-        model: with the same initial weights on every rank. Its blocks, if it has ``model.layers``, become FSDP
-            units.
-        example: one input of the model, for a rehearsal of DDP.
+        model: the same on every rank. With whole copies all ranks begin with rank 0's weights; sharded, their initial
+            weights must be the same.
+        example: one input of the model, for a rehearsal of DDP: a tensor, a tuple of arguments or a dict of named ones.
         parallel: "ddp" for whole copies, "fsdp" for shards.
         exact: whether gradients are summed so that the world size does not matter.
         device: of this rank.
         addends: V, micro-batches of a global batch.
+        units: modules that become FSDP units; None for those in ``model.layers``, if it has that.
+        group: that whole copies are reduced over; None for the default one. Shards stay with the default one.
 
     Returns:
         The model to train, on ``device``, and what reduces its gradients.
+
+    Raises:
+        StateError: the model gives no tensor that depends on its parameters.
     """
     model = model.to(device)
     if exact:
         deterministic_kernels()
     if parallel == "fsdp":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for block in getattr(model, "layers", []):
+        for block in getattr(model, "layers", []) if units is None else units:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return model, ExactShards(model, addends) if exact else Averages(model, addends)
+        return model, ExactShards(model, addends, group) if exact else Averages(model, addends)
     if exact:
-        return model, ExactReplicas(model, addends)
+        _share_weights(model, group)
+        return model, ExactReplicas(model, addends, group)
     ids = [device.index] if device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=ids)
-    _rehearse(wrapped, example.to(device))
+    wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group)
+    _rehearse(wrapped, to_device(example, device))
     return wrapped, Averages(wrapped, addends)
 
 
-def _rehearse(model: DistributedDataParallel, example: torch.Tensor) -> None:
+def _share_weights(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Rank 0's weights and buffers for all, as DDP does it: copies that begin apart stay apart, and nobody sees it."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor, group=group, group_src=0)
+
+
+def _rehearse(model: DistributedDataParallel, example: Any) -> None:
     """One forward and backward pass without effect.
 
     DDP lays its buckets out anew after the first backward pass, and where an element sits in a bucket decides
     the order in which three or more ranks are summed. A resumed run would begin with another layout than the
     uninterrupted run has at that step, and differ in the last bit. After a rehearsal both are the same.
     """
-    output = model(example)
-    (output.float().sum() * 0).backward()
+    buffers = [
+        (buffer, buffer.clone()) for buffer in model.buffers()
+    ]  # BatchNorm counts what it sees
+    outputs = [t for t in tensors_in(_call(model, example)) if t.requires_grad]
+    if not outputs:
+        raise StateError(
+            "spread(model, example): the model gave no tensor that depends on its parameters. Give an example like the "
+            "inputs of training: a tensor, a tuple of arguments, or a dict of named ones."
+        )
+    total = sum(
+        (output.float().sum() for output in outputs), torch.zeros((), device=outputs[0].device)
+    )
+    (total * 0).backward()
     model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _call(model: torch.nn.Module, example: Any) -> Any:
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)
 
 
 def pads(parallel: Parallel) -> bool:

@@ -93,7 +93,7 @@ class TrainState:
     under FSDP2) are not repeated bit for bit: synchronise them, or leave them out (``persistent=False``).
 
     Raises:
-        StateError: the optimizer has parameters that are not the model's.
+        StateError: the optimizer is none, or has parameters that are not the model's.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainState:
         self.model = model
         self.optimizer: Any = optimizer  # as it was given: one, or several
         self.progress = Progress()
-        several = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        several = _optimizers(optimizer)
         weights = ModulePart("model", model)
         self._optimizer = OptimizerPart(weights, several)
         self._optimizer.make_early()
@@ -267,6 +267,18 @@ class TrainState:
         }
         _match(own, entries, {n for n in entries if n.partition(".")[0] in own}, difference)
         target[PER_RANK] = {rank_key(_rank()): {**own, SCALARS: encode(documents)}}
+
+
+def _optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    if isinstance(given, torch.optim.Optimizer):
+        return (given,)
+    found = tuple(given) if isinstance(given, Sequence) else ()
+    if not found or not all(isinstance(each, torch.optim.Optimizer) for each in found):
+        raise StateError(
+            f"TrainState(optimizer={type(given).__name__}): give the optimizer that the training function steps, or "
+            "a list of them: without its state a resume is not the same run."
+        )
+    return found
 
 
 def _pack_all(table: Mapping[str, Part]) -> dict[str, Any]:

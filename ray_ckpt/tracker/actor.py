@@ -37,7 +37,7 @@ from ray_ckpt.view.metrics import Metrics
 from ray_ckpt.view.story import tell
 
 ADVANCE_S = 0.25
-GAUGE_TICKS = 20  # a gauge of Ray that is set once is gone after about 20 s (ray#56405)
+LOOK_TICKS = 4  # between two looks of the metrics
 
 _C = TypeVar("_C", bound=Callable[..., Any])
 
@@ -75,7 +75,7 @@ class TrackerActor(TrackerCore):
         self._looks: dict[Any, str] = {}
         self._lock = RunLock(Path(facts.run_dir))
         self._table = LogTable(session_logs_dir(), facts.run)
-        self._metrics = Metrics(facts.run)
+        self._metrics = Metrics(facts, options)
         super().__init__(
             facts,
             options,
@@ -95,6 +95,8 @@ class TrackerActor(TrackerCore):
                 "registered_at": time.time(),
             }
         )
+        self._metrics.look(self.status(), self.memory)
+        self._metrics.start()
         threading.Thread(target=self._tick, name="tick", daemon=True).start()
         DrainWatch(self.draining, look=draining_nodes, names=node_names).start()
 
@@ -126,6 +128,10 @@ class TrackerActor(TrackerCore):
         """Answers when the actor is ready."""
         return True
 
+    def ended(self, how: str) -> None:
+        """The driver is about to end this actor, and says how the job ends."""
+        self._metrics.ended(how)
+
     def _show(self, event: dict[str, Any]) -> None:
         line = tell(event)
         if line is not None:
@@ -134,14 +140,16 @@ class TrackerActor(TrackerCore):
         self._metrics.count(event)
 
     def _tick(self) -> None:
-        """Copies to slower tiers go on, and gauges stay, also while no worker calls."""
+        """Copies to slower tiers go on, also while no worker calls, and metrics learn where the run stands."""
         stop = threading.Event()
         for tick in itertools.count():
             stop.wait(ADVANCE_S)
             with self._turn:
                 self.advance()
-                if tick % GAUGE_TICKS == 0:
-                    self._metrics.set(self.status())
+                if self._fence.replaced:
+                    self._metrics.fall_silent()
+                elif tick % LOOK_TICKS == 0:
+                    self._metrics.look(self.status(), self.memory)
 
     def _collect_looks(self) -> None:
         if not self._looks:

@@ -48,13 +48,15 @@ class Restart:
     Attributes:
         kind: of the interruption before it.
         begin: on the axis of the run, seconds.
-        world_size: workers of the attempt that came of it.
+        attempt: that came of it; 0 for none.
+        world_size: workers of that attempt.
         buckets: where its time went; waiting for resources too.
         complete: whether a step was done in the end.
     """
 
     kind: str
     begin: float
+    attempt: int = 0
     world_size: int = 0
     buckets: Buckets = field(default_factory=lambda: defaultdict(float))
     complete: bool = False
@@ -180,6 +182,7 @@ class Ledger:
                 {
                     "kind": each.kind,
                     "at_s": each.begin,
+                    "attempt": each.attempt,
                     "world_size": each.world_size,
                     "seconds": each.seconds,
                     "complete": each.complete,

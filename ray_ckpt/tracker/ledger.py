@@ -164,6 +164,7 @@ class _Fold:
         self._until(mark.t, "restart_start_workers" if self._is_known else "unknown")
         self._open, self._guessed = "restart_restore", False
         if self.book.restart is not None:
+            self.book.restart.attempt = mark.generation
             self.book.restart.world_size = int(mark.number("world_size"))
 
     def _on_interruption(self, index: int, mark: Mark) -> None:

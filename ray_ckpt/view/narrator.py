@@ -67,7 +67,11 @@ def progress_line(status: dict[str, Any], total_steps: int) -> str:
     """One line: step, loss, learning rate, speed, workers, last commit, next save and why."""
     last = status["last"]
     seconds = status["step_time_s"] or last["step_time_s"]
-    speed = human_count(last["tokens"] / seconds) if seconds > 0 else "?"
+    speed = "? tokens/s"
+    if seconds > 0:
+        speed = f"{human_count(last['tokens'] / seconds)} tokens/s"
+        if not last["tokens"]:  # images have none
+            speed = f"{1 / seconds:.2f} steps/s"
     commit = status["last_commit_step"]
     saved = "no commit yet"
     if commit is not None:
@@ -77,7 +81,7 @@ def progress_line(status: dict[str, Any], total_steps: int) -> str:
     if refused:
         saved += f", {refused} QUARANTINED by the guard"
     return (
-        f"step {last['step']}/{total_steps}  loss {last['loss']:.4f}  lr {last['lr']:.2e}  {speed} tokens/s  "
+        f"step {last['step']}/{total_steps}  loss {last['loss']:.4f}  lr {last['lr']:.2e}  {speed}  "
         f"{last['world_size']} worker{'s' if last['world_size'] > 1 else ''}  {saved}"
         f"{_next_save(status, total_steps)}"
     )

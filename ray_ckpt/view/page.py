@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from importlib import resources
 from typing import Any
 
@@ -40,6 +41,28 @@ def frozen_page(document: Mapping[str, Any]) -> str:
         document: what ``GET /api/ray_ckpt/runs/ID`` answers, with all rows, and ``frozen_at``, seconds since the epoch.
     """
     return _assembled(embedded(document)).html
+
+
+def still_page(title: str, body: str, *styles: str) -> str:
+    """A page that needs no script.
+
+    Args:
+        title: of it.
+        body: markup; texts in it are escaped already.
+        styles: names of the parts that it looks like.
+    """
+    style = "".join(map(_part, styles))
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        f"<header><h1>{escape(title)}</h1></header>\n<main>{body}</main>\n</body>\n</html>\n"
+    )
 
 
 def embedded(document: Mapping[str, Any]) -> str:

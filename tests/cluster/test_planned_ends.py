@@ -22,7 +22,7 @@ from ray_ckpt.view.summary import surviving_steps
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, BATCH = 260, 32
+STEPS, BATCH = 200, 32
 NOTICE_S = 8.0
 
 
@@ -78,7 +78,7 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
         cluster.add()
         wait("step with 3 again", lambda row: row["world_size"] == 3 and row["generation"] == 4)
         assert cluster.wait_job(job, 120) == "SUCCEEDED", cluster.job_logs(job)[-4000:]
-        print(cluster.job_logs(job))  # TEMPORARY
+        assert "LeavingError" not in cluster.job_logs(job), "it was planned"
 
     events = read(run_dir / "journal.jsonl")
     ends = [event for event in events if event["event"] == "interruption"]

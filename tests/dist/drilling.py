@@ -36,7 +36,9 @@ def train(
     from ray_ckpt.state.schedule import warmup_cosine
 
     session = ray_ckpt.attach(config)
-    shape = ModelConfig(vocab_size=31, dim=16, num_layers=2, num_heads=2, num_kv_heads=1, dropout=0.1)
+    shape = ModelConfig(
+        vocab_size=31, dim=16, num_layers=2, num_heads=2, num_kv_heads=1, dropout=0.1
+    )
     net = Transformer(shape)
     net.init_weights(3)
     change(net)

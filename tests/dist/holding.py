@@ -51,7 +51,9 @@ class Child:
             try:
                 self.ours.close()
                 ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is logged of faults that are meant
+                os.dup2(
+                    os.open(os.devnull, os.O_WRONLY), 2
+                )  # what is logged of faults that are meant
                 arm(faults)
                 _serve(make(), theirs)
             finally:

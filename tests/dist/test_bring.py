@@ -28,21 +28,23 @@ CPU = torch.device("cpu")
 def _state(seed: int) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Linear(64, 64)
-    return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    return TrainState(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
 
 
 def _manifest(folder: Path) -> Manifest:
     files = tuple(
-        FileEntry(path.name, *hash_file(path)) for path in sorted(folder.iterdir()) if path.is_file()
+        FileEntry(path.name, *hash_file(path))
+        for path in sorted(folder.iterdir())
+        if path.is_file()
     )
     return manifest_of(run="demo", step=1, world_size=2, files=files)
 
 
 def _one_rank_lacks(rank: int, world: int, folder: Path, fails_at: int) -> tuple[str, bool, int]:
     """What is told, whether anything changed, and how often files were asked for."""
-    dcp_save(
-        with_rng(_state(1).state_dict(), rank, CPU), storage_writer=ChecksumWriter(folder)
-    )
+    dcp_save(with_rng(_state(1).state_dict(), rank, CPU), storage_writer=ChecksumWriter(folder))
     dist.barrier()
     state, calls = _state(2), 0
     before = state_digest(state)

@@ -87,7 +87,9 @@ def test_a_worker_that_was_cut_off_ends_by_itself(tmp_path: Path, where: str) ->
     whole = make_config(tmp_path, run="whole", **base)
     run_world(train, 1, whole)
     keys = ("step", "loss_hex", "sample_digest")
-    mine, reference = ([[line[k] for k in keys] for line in history(c).values()] for c in (config, whole))
+    mine, reference = (
+        [[line[k] for k in keys] for line in history(c).values()] for c in (config, whole)
+    )
     assert mine == reference
     began = [e["event"] for e in events(config)].index("interruption")
     assert all(e["generation"] > 1 for e in events(config)[began + 1 :])

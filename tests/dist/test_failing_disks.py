@@ -72,9 +72,11 @@ def _mount_small(place: Path, size: str, remount: bool = False) -> bool:
     """A disk of so many bytes that only this process sees."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_namespace, private, remount_flag = 0x20000, (1 << 18) | (1 << 14), 1 << 5
-    if not remount:
-        if libc.unshare(new_namespace) or libc.mount(b"none", b"/", None, private, None):
-            return False
+    apart = remount or not (
+        libc.unshare(new_namespace) or libc.mount(b"none", b"/", None, private, None)
+    )
+    if not apart:
+        return False
     flags = remount_flag if remount else 0
     options = f"size={size}".encode()
     return not libc.mount(b"tmpfs", str(place).encode(), b"tmpfs", flags, options)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.tier_world import World
 
 from ray_ckpt.checkpoint.names import checkpoint_name
 from ray_ckpt.tiers.stack import Stack
 from ray_ckpt.tracker.departures import Drain
+from tests.tier_world import World
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

@@ -18,7 +18,9 @@ from ray_ckpt import cli
 from ray_ckpt.view.answers import RUNS_PATH, Answer, Desk
 from ray_ckpt.view.gallery import Gallery
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+)
 NASTY = "</script><img src=x onerror=document.title='taken'>"
 NAME = "<b>run & co"
 
@@ -67,7 +69,9 @@ def storage(tmp_path: Path) -> Path:
     core = tracker_of(tmp_path / "runs" / NAME)
     core.begin_attempt(3, ["a", "b", "c"])
     core.restored(1, 0, 0.5, "", "no checkpoint yet")
-    lines = [{"step": n, "loss": 5 / n, "step_time_s": 0.5, "time": 1.7e9 + n} for n in range(1, 40)]
+    lines = [
+        {"step": n, "loss": 5 / n, "step_time_s": 0.5, "time": 1.7e9 + n} for n in range(1, 40)
+    ]
     core.steps(1, lines)
     core.interruption("node_loss", NASTY)
     return tmp_path / "runs"
@@ -81,12 +85,17 @@ def live(storage: Path) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             url = urllib.parse.urlsplit(self.path)
-            seen, query = self.headers.get("If-None-Match", ""), dict(urllib.parse.parse_qsl(url.query))
+            seen, query = (
+                self.headers.get("If-None-Match", ""),
+                dict(urllib.parse.parse_qsl(url.query)),
+            )
             run_id = urllib.parse.unquote(url.path.rpartition("/")[2])
             answers: dict[str, Callable[[], Answer]] = {
                 "/proxy/checkpoints": desk.page,
                 f"/proxy{RUNS_PATH}": lambda: desk.runs(seen),
-                f"/proxy{RUNS_PATH}/{urllib.parse.quote(run_id)}": lambda: desk.run(run_id, query, seen),
+                f"/proxy{RUNS_PATH}/{urllib.parse.quote(run_id)}": lambda: desk.run(
+                    run_id, query, seen
+                ),
             }
             answer = answers.get(url.path, lambda: Answer(status=404))()
             self.send_response(answer.status)
@@ -116,7 +125,10 @@ def live(storage: Path) -> Iterator[str]:
 
 def check(page: Drawn) -> None:
     """The run is drawn in all its parts, and what its user wrote is text."""
-    parts = {f"part-{name}" for name in ("title", "tiles", "facts", "charts", "goodput", "alerts", "table", "story")}
+    parts = {
+        f"part-{name}"
+        for name in ("title", "tiles", "facts", "charts", "goodput", "alerts", "table", "story")
+    }
     assert parts <= page.ids
     assert page.tags.count("svg") == 2
     assert NAME in page.text

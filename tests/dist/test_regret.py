@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 
 from ray_ckpt.policy.belief import ScalePrior
+from ray_ckpt.policy.contenders import Clairvoyant, Fixed, Online, Policy, young_fixed
+from ray_ckpt.policy.draws import Failures, exponential
 from ray_ckpt.policy.limits import IntervalLimits
-from ray_ckpt.policy.replay import (
-    Costs,
-    Fixed,
-    Online,
-    Policy,
-    Totals,
-    clairvoyant,
-    exponential,
-    replay,
-    young_fixed,
-)
+from ray_ckpt.policy.replay import Totals, replay
+from ray_ckpt.policy.setting import Fleet, Setting, one_tier
 
 DAY_S = 86400.0
 LIMITS = IntervalLimits(min_s=1.0, max_s=6 * 3600.0)
@@ -25,25 +18,31 @@ LIMITS = IntervalLimits(min_s=1.0, max_s=6 * 3600.0)
 LLAMA_MTBF_S, LLAMA_WORKERS, LLAMA_S = 54 * DAY_S / 419, 16_384, 54 * DAY_S
 
 
-def run(policy: Policy, costs: Costs, mtbf_s: float, *, runs: int, wall_s: float) -> Totals:
-    draw = exponential(mtbf_s, np.random.default_rng(7))
-    return replay(policy, costs, draw, runs=runs, wall_s=wall_s)
+def setting(mtbf_s: float, workers: int, step_s: float = 1.0, **costs: float) -> Setting:
+    fleet = Fleet(nodes=workers)
+    return Setting(tiers=one_tier(**costs), mtbf_s=mtbf_s, step_s=step_s, fleet=fleet)
+
+
+def run(policy: Policy, where: Setting, *, runs: int, wall_s: float) -> Totals:
+    draw = exponential(where.mtbf_s, np.random.default_rng(7))
+    failures = Failures(draw, where.shares, runs=runs, rng=np.random.default_rng(8))
+    return replay(policy, where, failures, runs=runs, wall_s=wall_s)
 
 
 def test_after_ten_failures_learning_costs_three_percent_of_the_waste_at_most() -> None:
-    costs = Costs(stall_s=10.0, upload_s=30.0, restart_s=120.0, step_s=5.0)
     mtbf_s, workers = 6 * 3600.0, 512
+    where = setting(mtbf_s, workers, step_s=5.0, stall_s=10.0, upload_s=30.0, restart_s=120.0)
     for wrong in (0.3, 1.0, 3.0):
         # The prior's two parts say together that the job fails every wrong * mtbf_s.
         prior = ScalePrior(
             job_mtbf_s=2 * wrong * mtbf_s,
             per_1000_worker_days=1000 * DAY_S / (2 * wrong * mtbf_s * workers),
         )
-        online = Online(costs, prior, workers, LIMITS)
+        online = Online(where, prior, LIMITS)
         ten = 10 * mtbf_s
-        seen = run(online, costs, mtbf_s, runs=150, wall_s=ten)
-        more = run(online, costs, mtbf_s, runs=150, wall_s=ten + 40 * DAY_S)
-        best = run(clairvoyant(costs, mtbf_s, LIMITS), costs, mtbf_s, runs=150, wall_s=40 * DAY_S)
+        seen = run(online, where, runs=150, wall_s=ten)
+        more = run(online, where, runs=150, wall_s=ten + 40 * DAY_S)
+        best = run(Clairvoyant(where, LIMITS), where, runs=150, wall_s=40 * DAY_S)
         after = (more.wall_s - more.useful_s - seen.wall_s + seen.useful_s) / (
             more.useful_s - seen.useful_s
         )
@@ -54,28 +53,27 @@ def test_after_ten_failures_learning_costs_three_percent_of_the_waste_at_most() 
 def test_a_prior_ten_times_wrong_costs_a_tenth_of_the_waste_at_most_and_beats_hourly(
     wrong: float,
 ) -> None:
-    costs = Costs(stall_s=20.0, upload_s=60.0, restart_s=600.0, step_s=10.0)
+    costs = {"stall_s": 20.0, "upload_s": 60.0, "restart_s": 600.0}
+    where = setting(LLAMA_MTBF_S, LLAMA_WORKERS, step_s=10.0, **costs)
     prior = ScalePrior(
         job_mtbf_s=2 * wrong * LLAMA_MTBF_S,
         per_1000_worker_days=1000 * DAY_S / (2 * wrong * LLAMA_MTBF_S * LLAMA_WORKERS),
     )
-    online = Online(costs, prior, LLAMA_WORKERS, LIMITS)
-    best = clairvoyant(costs, LLAMA_MTBF_S, LIMITS)
+    online, best = Online(where, prior, LIMITS), Clairvoyant(where, LIMITS)
     found, ideal, hourly = (
-        run(policy, costs, LLAMA_MTBF_S, runs=40, wall_s=LLAMA_S).waste.mean()
-        for policy in (online, best, Fixed(3600.0))
+        run(policy, where, runs=40, wall_s=LLAMA_S).waste.mean()
+        for policy in (online, best, Fixed(where, 3600.0))
     )
     assert found <= ideal * 1.10
     assert found <= hourly
 
 
 def test_a_belief_that_is_never_looked_at_again_costs_more_than_one_that_learns() -> None:
-    costs = Costs(stall_s=20.0, restart_s=300.0)
-    stale = young_fixed(costs, 30 * 3600.0)
+    where = setting(3600.0, 64, stall_s=20.0, restart_s=300.0)
+    stale = young_fixed(where, 30 * 3600.0)
     prior = ScalePrior(job_mtbf_s=30 * 3600.0, per_1000_worker_days=0.0)
-    online = Online(costs, prior, 64, LIMITS)
+    online = Online(where, prior, LIMITS)
     learning, staying = (
-        run(policy, costs, 3600.0, runs=40, wall_s=20 * DAY_S).waste.mean()
-        for policy in (online, stale)
+        run(policy, where, runs=40, wall_s=20 * DAY_S).waste.mean() for policy in (online, stale)
     )
     assert learning < 0.8 * staying

@@ -220,7 +220,9 @@ def test_an_upload_that_is_cut_off_leaves_nothing_that_is_committed(
 
 def test_a_large_file_survives_failures_of_its_pieces_and_is_not_sent_again(store, tmp_path):
     copy, (path, entry) = Copy(store, tmp_path), big_file(tmp_path)
-    store.fail({"do": "503", "method": "PUT", "times": 2}, {"do": "503", "method": "GET", "every": 2})
+    store.fail(
+        {"do": "503", "method": "PUT", "times": 2}, {"do": "503", "method": "GET", "every": 2}
+    )
     copy.tier.put(copy.name, entry, path)
     copy.tier.get(copy.name, entry, tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
@@ -321,7 +323,9 @@ def test_the_command_line_works_on_the_address_of_a_run(store, tmp_path, capsys)
     assert "endpoint_override" not in out
 
 
-@pytest.mark.parametrize("rule", [{"do": "503", "every": 3}, {"do": "503", "method": "DELETE", "times": 1}])
+@pytest.mark.parametrize(
+    "rule", [{"do": "503", "every": 3}, {"do": "503", "method": "DELETE", "times": 1}]
+)
 def test_a_store_that_fails_while_it_deletes_is_asked_until_nothing_is_left(store, tmp_path, rule):
     copy = Copy(store, tmp_path)
     copy.put()

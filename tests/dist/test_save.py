@@ -120,7 +120,9 @@ class _NoCopy:
         if dist.get_rank() != self.bad_rank:
             return
         session._saving.wait(60)
-        name, owner = ("finish", StagedCopy) if self.late else ("begin", session._saving._saver._stager)
+        name, owner = (
+            ("finish", StagedCopy) if self.late else ("begin", session._saving._saver._stager)
+        )
         if step + 1 == self.bad_step:
             self.good = getattr(owner, name)
             setattr(owner, name, fail)

@@ -122,3 +122,38 @@ def test_the_step_that_runs_is_ended_and_further_signals_change_nothing(tmp_path
     [order] = events(config, "leave_requested")
     assert (order["kind"], order["saves"]) == ("preempted", True)
     assert [each["step"] for each in events(config, "commit")] == [6]
+
+
+def _held(rank: int, world: int, config: Any) -> str:
+    """Somebody asks for a save and to stand still, and then the workers are told to leave."""
+    from ray_ckpt.errors import LeavingError
+
+    def ask(session: Any, step: int) -> None:
+        if step != 4 or rank != 0:
+            return
+        tracker, generation = session._talk.tracker, session._steward.generation
+        number = tracker.call("request_save", reason="a node goes", hold_s=50.0)
+
+        def order() -> None:
+            while tracker.call("status")["settled_request"] < number:
+                time.sleep(0.01)
+            time.sleep(0.5)  # longer than many steps
+            step = tracker.call("status")["last_commit_step"]
+            tracker.call("terminated", generation=generation, step=step, ranks={1: ""})
+
+        threading.Thread(target=order, daemon=True).start()
+
+    try:
+        train(rank, world, config, on_step=ask)
+    except LeavingError as error:
+        return str(error)
+    return "trained on"
+
+
+def test_workers_that_stand_still_leave_from_there(tmp_path: Path) -> None:
+    make_data(tmp_path / "data", [40] * 4)
+    config = make_config(tmp_path, steps=1000, policy=PolicyConfig(interval_steps=100_000))
+    ends = run_world(_held, 2, config)
+    [commit] = events(config, "commit")
+    assert ends == [f"the attempt ends as planned, after step {commit['step']}, which is safe"] * 2
+    assert list(history(config)) == list(range(1, commit["step"] + 1)), "no step after the save"

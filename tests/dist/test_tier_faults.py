@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tier_world import NODES, World
 
 from ray_ckpt.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME, checkpoint_name
@@ -29,6 +28,7 @@ from ray_ckpt.tracker.copies import CopyBook
 from ray_ckpt.tracker.drops import Drops
 from ray_ckpt.tracker.health import ANSWER_S, ASK_AFTER_S, Health
 from tests.fleet import LocalFleet
+from tests.tier_world import NODES, World
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

@@ -55,7 +55,15 @@ def is_stopped(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     "point",
-    ["holder.commit@2", "holder.copied", "wire.receive@2", "wire.send", "depot.piece", "depot.name", "depot.drop"],
+    [
+        "holder.commit@2",
+        "holder.copied",
+        "wire.receive@2",
+        "wire.send",
+        "depot.piece",
+        "depot.name",
+        "depot.drop",
+    ],
 )
 def test_a_frozen_holder_is_replaced_the_run_gets_on_and_what_wakes_changes_nothing(
     tmp_path: Path, point: str
@@ -102,7 +110,15 @@ def test_a_frozen_holder_is_replaced_the_run_gets_on_and_what_wakes_changes_noth
 
 
 @pytest.mark.parametrize(
-    "point", ["desk.commit@3", "desk.arrived", "desk.drop", "durable.seal", "commit.placed@3", "commit.check@3"]
+    "point",
+    [
+        "desk.commit@3",
+        "desk.arrived",
+        "desk.drop",
+        "durable.seal",
+        "commit.placed@3",
+        "commit.check@3",
+    ],
 )
 def test_a_frozen_tracker_is_replaced_and_changes_nothing_when_it_wakes(
     tmp_path: Path, point: str

@@ -163,7 +163,9 @@ class Life:
             for path, text in report.problems.items():
                 problem = f"{path}: {text}"
             if not report.problems:
-                folder = self.nodes.root(node, self.nodes.stack.use[0]) / CHECKPOINTS_DIR / plan.name
+                folder = (
+                    self.nodes.root(node, self.nodes.stack.use[0]) / CHECKPOINTS_DIR / plan.name
+                )
                 assert verify_files(folder, plan.manifest) == [], "bad bytes are served"
         return problem, tuple(sorted(damaged))
 
@@ -194,7 +196,11 @@ class Life:
         while time.monotonic() < deadline:
             self.look()
             desk = self.core._places.desk  # type: ignore[attr-defined]
-            if name in desk._state.settled and not desk._copying.transfers and not desk._drops.owing:
+            if (
+                name in desk._state.settled
+                and not desk._copying.transfers
+                and not desk._drops.owing
+            ):
                 return
         raise AssertionError(f"{name} does not get its replicas: {desk._copying.transfers}")
 
@@ -240,7 +246,9 @@ class Story:
             self.nodes.boot(f"n{self.count:03d}")
             self.count += 1
 
-    def live(self, faults: str = "", of_node: dict[str, str] | None = None, *, on: bool = False) -> int:
+    def live(
+        self, faults: str = "", of_node: dict[str, str] | None = None, *, on: bool = False
+    ) -> int:
         """A life with faults.
 
         Args:
@@ -342,7 +350,7 @@ def in_child(action: Any) -> int:
         try:
             action()
             code = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - told, and the child ends
             import traceback
 
             traceback.print_exc()
@@ -390,7 +398,9 @@ def test_trackers_and_holders_killed_anywhere_lose_no_commit(
         story.end()
         codes += story.codes
         replaced += story.replaced
-    print(f"lives by how they ended: {dict(codes)}, and {replaced} holders were killed in those that went on")
+    print(
+        f"lives by how they ended: {dict(codes)}, and {replaced} holders were killed in those that went on"
+    )
     assert codes[-signal.SIGKILL] > len(seeds)
     assert replaced > len(seeds)
 
@@ -406,7 +416,7 @@ def test_as_many_nodes_as_replicas_lost_at_once_lose_nothing_that_has_them(
         for number in range(4):
             used, seed_of_life = story.pick(), f"{seed} {number}"
 
-            def life(used: list[str] = used, seed: str = seed_of_life) -> None:
+            def life(used: list[str] = used, seed: str = seed_of_life, story: Any = story) -> None:
                 me = Life(story.nodes, story.writer, seed, "", {})
                 me.begin(used)
                 me.saves(me.chance.randint(1, 4))

@@ -18,7 +18,7 @@ from ray_ckpt.checkpoint.export import export_weights
 from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import check_run
-from ray_ckpt.state.weights import load_weights, weights_fingerprint
+from ray_ckpt.state.weights import weights_fingerprint
 from ray_ckpt.tracker.identity import read_record
 
 pytestmark = pytest.mark.dist
@@ -30,9 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _initial(
-    rank: int, world: int, config: Any, seed: int, changes: str = ""
-) -> dict[str, str]:
+def _initial(rank: int, world: int, config: Any, seed: int, changes: str = "") -> dict[str, str]:
     """Digest of the model that a run begins with; ``changes`` does when the driver has looked at it."""
     from safetensors.torch import load_file, save_file
 
@@ -122,7 +120,7 @@ def _save_large(rank: int, world: int, run: Path, layers: int) -> None:
     """A committed checkpoint of ``layers`` matrices of 4 MiB."""
     import torch.distributed.checkpoint as dcp
 
-    from ray_ckpt.checkpoint.manifest import Manifest, write_manifest
+    from ray_ckpt.checkpoint.manifest import write_manifest
     from ray_ckpt.checkpoint.names import checkpoint_name
     from ray_ckpt.checkpoint.writer import ChecksumWriter
     from ray_ckpt.state.codec import encode

@@ -27,7 +27,9 @@ ENTRY = FileEntry("x", len(DATA), xxhash.xxh3_128_hexdigest(DATA))
 
 def serve(root: Path, told) -> None:
     depot = Depot(root, sync=False)
-    server = FileServer(lambda tier, name, path: depot.find(name, path), host="127.0.0.1", token=TOKEN)
+    server = FileServer(
+        lambda tier, name, path: depot.find(name, path), host="127.0.0.1", token=TOKEN
+    )
     told.put(server.address)
     time.sleep(600)
 

@@ -87,3 +87,13 @@ def test_a_run_that_is_saved_to_its_end_has_no_next_save(tmp_path):
     assert line.endswith("ago)")
     assert "last commit step 10" in line
     assert "next save near step" in progress_line(run.core.status(), 11)
+
+
+def test_a_run_without_tokens_shows_its_steps(tmp_path):
+    run = Run(tmp_path / "run")
+    run.begin()
+    for tokens, words in ((9, "18 tokens/s"), (0, "2.00 steps/s")):
+        run.step += 1
+        run.core.steps(1, [{"step": run.step, "loss": 1.0, "lr": 0.1, "tokens": tokens, "world_size": 1,
+                            "step_time_s": 0.5}])  # fmt: skip
+        assert words in progress_line(run.core.status(), TOTAL)

@@ -12,7 +12,7 @@ from ray_ckpt import ray_private
 from ray_ckpt.elastic import sizing
 from ray_ckpt.elastic.drains import DrainWatch
 from ray_ckpt.elastic.sizing import Looks, Sizing, room
-from ray_ckpt.errors import StorageError
+from ray_ckpt.errors import LeavingError, StorageError
 from ray_ckpt.policy.resize import Resizing
 from ray_ckpt.ray_private import NoopDecision, draining_nodes, set_scaling_policy
 from ray_ckpt.tracker.departures import Drain
@@ -201,6 +201,21 @@ def test_a_ray_without_drains_is_told_of_once(
     ray_private._missing_once.cache_clear()
     assert draining_nodes() == draining_nodes() == {}
     assert caplog.text.count("get_draining_nodes is not there in Ray") == 1
+
+
+def test_a_planned_end_is_one_line_of_a_workers_log(caplog: pytest.LogCaptureFixture) -> None:
+    from ray.train.v2._internal.util import construct_user_exception_with_traceback
+
+    ray_private.short_leaving()
+    for error in (LeavingError("the attempt ends as planned"), ValueError("a bug")):
+        try:
+            raise error
+        except (LeavingError, ValueError) as raised:
+            construct_user_exception_with_traceback(raised)
+    left, failed = caplog.records
+    assert (left.getMessage(), left.levelname) == ("the attempt ends as planned", "WARNING")
+    assert "Traceback" in failed.getMessage()
+    assert failed.levelname == "ERROR"
 
 
 def test_the_watch_tells_what_changed_and_survives_a_cluster_that_does_not_answer() -> None:

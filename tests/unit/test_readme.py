@@ -1,0 +1,27 @@
+"""What README.md says of errors, the code says too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def messages() -> str:
+    """The source with its literals joined, as they are when they are shown."""
+    source = "\n".join(path.read_text() for path in sorted((ROOT / "ray_ckpt").rglob("*.py")))
+    return re.sub(r'"\s*\n\s*f?"', "", source)
+
+
+def test_each_error_of_the_table_is_one_that_the_code_raises():
+    text = (ROOT / "README.md").read_text()
+    table = text.partition("### When something is wrong")[2].partition("###")[0]
+    rows = re.findall(r"^\| (`.*?`) \| ", table, re.MULTILINE)
+    assert len(rows) >= 10
+    said = messages()
+    for row in rows:
+        for phrase in re.findall(r"`(.*?)`", row):
+            # Numbers and ranks are filled in; what is left between them is in the source.
+            for part in re.split(r"\d+(?:\.\d+)?|[:;]", phrase):
+                assert part.strip() in said, f"{phrase!r}: {part!r} is in no message"

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ray_ckpt.elastic.crew import node_names
+from ray_ckpt.elastic.causes import node_names
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.policy.avoid import nodes_to_avoid, selector_without, slots_of

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_ckpt.elastic.causes import node_names
 from ray_ckpt.elastic.dumps import SPY_S, look_and_end
 from ray_ckpt.elastic.whereabouts import HERE, Look, look_around
 
@@ -47,10 +48,7 @@ class RayCrew:
     def names(self) -> dict[int, str]:
         """The same of all ranks, for people."""
         named = node_names()
-        return {
-            rank: named.get(self.node_id(rank)) or str(self._workers[rank].metadata.node_ip)
-            for rank in self.ranks
-        }
+        return {rank: named.get(self.node_id(rank), self.node_id(rank)[:12]) for rank in self.ranks}
 
     def pid(self, rank: int) -> int:
         """Number of the process of a rank, on its node."""
@@ -124,12 +122,3 @@ def step_worked_on(workers: Sequence[Any]) -> int:
 
 def _step() -> int:
     return HERE.now.step
-
-
-def node_names() -> dict[str, str]:
-    """Ray's names of nodes to those that people gave them."""
-    return {
-        node["NodeID"]: node["Labels"]["ray_ckpt.io/node"]
-        for node in ray.nodes()
-        if "ray_ckpt.io/node" in (node.get("Labels") or {})
-    }

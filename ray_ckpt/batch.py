@@ -14,7 +14,9 @@ from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.control import LOSS_BITS
 from ray_ckpt.elastic.nested import to_device
 from ray_ckpt.elastic.parallel import Reducer
+from ray_ckpt.elastic.passclock import PassClock
 from ray_ckpt.elastic.passes import passes
+from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.rollcall import RollCall
 
 
@@ -93,6 +95,7 @@ class Batch:
         device: of this rank.
         roll: tells who does not come, where ranks wait for each other.
         step: of the run, for messages.
+        clock: measures the first forward pass.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Batch:
         device: torch.device,
         roll: RollCall,
         step: int,
+        clock: PassClock | None = None,
     ) -> None:
         self._micro_steps, self._reducer, self._before = micro_steps, reducer, before
         # Of each pass, to be looked at when the step ends: small things that are done between two passes find the
@@ -111,6 +115,7 @@ class Batch:
         self._rng_states: list[tuple[int, torch.Tensor]] = []
         self._device = device
         self._roll, self._step = roll, step
+        self._clock, self._left = clock or PassClock(device), len(micro_steps)
         self.num_tokens = 0
         self.finished = False
 
@@ -144,18 +149,25 @@ class Batch:
     def __iter__(self) -> Iterator[MicroStep]:
         turns = passes(self._reducer, self._micro_steps, self._begin)
         while True:
+            if not self._left:
+                HERE.enter("reduce")
             # The reducer of exact mode waits for the other ranks here, after the last pass.
             with self._roll.during(f"the passes of step {self._step}"):
                 micro = next(turns, None)
             if micro is None:
                 break
+            self._left -= 1
+            HERE.enter("forward", left=self._left)
             self._before(micro)
             yield micro
             if not micro.company:
                 self._rng_states.append((micro.source.index, self._rng_state()))
         self.finished = True
+        HERE.enter("optimizer")
 
     def _begin(self) -> None:
+        self._left = len(self._micro_steps)
+        self._clock.begin()
         self._losses.clear()
         self._rng_states.clear()
         self.num_tokens = 0
@@ -171,6 +183,8 @@ class Batch:
         Raises:
             OutOfStepError: other ranks did not come to this step, within ``--saving.timeout-s``.
         """
+        self._clock.end()
+        HERE.enter("backward", left=self._left)
         with self._roll.during(f"backward() of step {self._step}"):
             (loss * (0.0 if micro.company else self._reducer.scale)).backward()
         if micro.company:

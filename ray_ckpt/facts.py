@@ -162,6 +162,8 @@ def tracker_options(config: Config) -> TrackerOptions:
         prior_weight=config.policy.prior_weight,
         history=_history(config.policy.history),
         max_fruitless=config.elastic.max_fruitless_attempts,
+        loops=config.elastic.loop_rule(),
+        stragglers=config.elastic.straggler_rule(),
         retention=config.retention.rules(),
         guard=config.guard.rule(),
         stack=config.tiers.stack(),

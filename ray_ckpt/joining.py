@@ -86,6 +86,7 @@ def attach(config: Config) -> Session:
         device=ray.train.torch.get_device(),
         nodes=nodes,
         node=node,
+        check=lambda generation: RayTracker(config.run).call("check", generation=generation),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,40 @@ def refresh_reservations() -> None:
         ray.get(actor.get_reserved_resources.remote("ray_ckpt", recompute=True), timeout=10)
     except (ValueError, AttributeError, TypeError, ray.exceptions.RayError) as error:
         _missing("AutoscalingCoordinator.get_reserved_resources(recompute=True)", error)
+
+
+def count_without(
+    avoided: Callable[[], Collection[str]], slots: Callable[[], Mapping[str, int]]
+) -> None:
+    """Makes Ray Train's elastic policy, in this process, not count some nodes when it looks for room.
+
+    A label selector keeps workers off nodes; the policy counts them all the same, and asks for a group that finds no
+    place. Of the most workers it asks for as many more as those nodes could hold: they may be given to it.
+
+    Args:
+        avoided: Ray's names of the nodes.
+        slots: node to how many workers it has room for.
+    """
+    place = "ray.train.v2._internal.execution.scaling_policy.elastic"
+    try:
+        policy = import_module(place).ElasticScalingPolicy
+        count, ask = policy._count_possible_workers, policy._get_num_workers_for_resource_request
+    except (ImportError, AttributeError) as error:
+        _missing(f"{place}.ElasticScalingPolicy", error)
+        return
+
+    def counted(self: Any, reserved_resources: Any) -> int:
+        without = avoided()
+        left = {node: have for node, have in reserved_resources.items() if node not in without}
+        return int(count(self, left))
+
+    def asked(self: Any) -> int:
+        without = avoided()
+        more = sum(slots().get(node, 0) for node in without) if without else 0
+        return int(ask(self)) + more
+
+    policy._count_possible_workers = counted
+    policy._get_num_workers_for_resource_request = asked
 
 
 def draining_nodes() -> dict[str, float | None]:

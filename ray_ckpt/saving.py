@@ -20,6 +20,7 @@ from ray_ckpt.checkpoint.restore import with_rng
 from ray_ckpt.checkpoint.saver import Saver, SaveResult
 from ray_ckpt.checkpoint.staging import Stager, size_bytes
 from ray_ckpt.config import Config
+from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.reporter import Reporter
 from ray_ckpt.state.train_state import TrainState
 from ray_ckpt.tracker.records import Attempt
@@ -44,6 +45,7 @@ class Saving:
         group: gloo process group of all ranks.
         device: of this rank.
         node: of this rank.
+        pace: takes the mean time of this rank's forward passes since it was taken last, seconds.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Saving:
         group: dist.ProcessGroup,
         device: torch.device,
         node: str,
+        pace: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._state, self._skips = state, attempt.skips
         self._steward, self._watch = steward, watch
@@ -77,6 +80,7 @@ class Saving:
             on_result=self._saved,
             inspect=watch.scan,
             signed=attempt.signed,
+            pace=pace,
         )
         self.prepare()
 
@@ -115,7 +119,9 @@ class Saving:
         progress = self._state.progress
         validated = None
         if self._validation is not None:
+            HERE.enter("validate")
             validated = self._validation.measure(self._state.model)
+        HERE.enter("save")
         self._present = progress, self._steward.last_record, validated
         self._direct = direct
         hold_s = self._steward.saving(progress.step)
@@ -183,6 +189,7 @@ class Saving:
             "world_size": self._world_size,
             "files": [asdict(entry) for entry in result.files],
             "places": result.places,
+            "paces": result.paces,
             "direct": self._direct,
             "request": self._request,
             "stall_s": result.stall_s,

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,10 @@ from ray_ckpt.data.feed import Feed, MicroBatch, Transform
 from ray_ckpt.data.own import MakeLoader
 from ray_ckpt.elastic import sigterm
 from ray_ckpt.elastic.control import Agreement, Vote, agree, agree_to_leave, digest_samples
+from ray_ckpt.elastic.leash import Leash
 from ray_ckpt.elastic.parallel import pads
+from ray_ckpt.elastic.passclock import PassClock
+from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.ending import Ending
 from ray_ckpt.errors import StateError
 from ray_ckpt.facts import order_of
@@ -67,6 +71,8 @@ class Session(ModelSession):
         device: of this rank.
         nodes: on rank 0, node of each rank, for the record.
         node: of this rank.
+        check: on every rank, asks the tracker whether an attempt, by its number, is the present one; None: nobody is
+            there to be asked.
     """
 
     def __init__(
@@ -77,7 +83,9 @@ class Session(ModelSession):
         device: torch.device,
         nodes: list[str] | None = None,
         node: str = "",
+        check: Callable[[int], object] | None = None,
     ) -> None:
+        HERE.enter("start", 0)
         super().__init__(config, tracker=tracker, device=device)
         self._nodes, self._node = nodes or [], node
         self._batch: Batch | None = None
@@ -86,6 +94,8 @@ class Session(ModelSession):
         self._usage: Usage | None = None
         self._seen = time.monotonic()
         self._data_wait_s = self._between_s = 0.0
+        self._clock, self._is_present = PassClock(device), check
+        self._leash: Leash | None = None
 
     # ---- restore --------------------------------------------------------------------------------
 
@@ -107,6 +117,7 @@ class Session(ModelSession):
             RuntimeError: called twice, or before ``spread()``.
         """
         self._check_restore(state)
+        HERE.enter("restore")
         with self._roll.during("restore()"):
             check_alike("the state of TrainState", state_lines(state), self._words)
             attempt = resume(
@@ -120,6 +131,7 @@ class Session(ModelSession):
                 first_micro_batch=self.plan.micro_batches[0],
             )
             self._begin(state, attempt)
+        HERE.enter("between", self._first_step)
         return state
 
     def _check_restore(self, state: TrainState) -> None:
@@ -160,6 +172,7 @@ class Session(ModelSession):
             group=self._group,
             device=self.device,
             node=self._node,
+            pace=self._clock.take,
         )
         self._ending = Ending(
             config=self.config,
@@ -173,6 +186,10 @@ class Session(ModelSession):
         )
         self._listener = Listener(self._steward) if self._talk.tracker is not None else None
         sigterm.listen()  # below Ray Train the main thread has done so (elastic/callbacks.py)
+        if self._is_present is not None and self.config.elastic.leash_s:
+            present = partial(self._is_present, attempt.generation)
+            self._leash = Leash(present, self.config.elastic.leash_s)
+            self._leash.start()
         self._usage = Usage(state, self.config.steps)
         self._seen = time.monotonic()
 
@@ -208,8 +225,10 @@ class Session(ModelSession):
         steps = steps_of(self._feed(), self._segment, self._skips, start, stop)
         while True:
             asked = time.monotonic()
+            HERE.enter("data")
             micro_batches = next(steps, None)
             if micro_batches is None:
+                HERE.enter("close")
                 return
             self._data_wait_s = time.monotonic() - asked
             self._between_s = asked - self._seen
@@ -256,6 +275,7 @@ class Session(ModelSession):
     def _end_step(
         self, state: TrainState, batch: Batch, step: int, lr: float, grad_norm: float | None
     ) -> Agreement:
+        HERE.enter("agree")
         loss, bad_losses = batch.loss
         wants_leave, unsaved = self._wants_leave()
         agreement = agree(
@@ -281,6 +301,7 @@ class Session(ModelSession):
         assert self._usage is not None
         self._usage.check_optimizer(step, loss=agreement.loss, grad_norm=grad_norm)
         now = time.monotonic()
+        self._clock.settle(counts=step != self._first_step)
         state.progress = Progress(
             step=step,
             samples=state.progress.samples + self.config.global_batch,
@@ -307,6 +328,7 @@ class Session(ModelSession):
             self._saving.prepare()  # most optimizers make their state in the first step
         hold_s = self._saving.save(direct=agreement.direct) if agreement.save else 0.0
         if self._watch.must_end(agreement):
+            HERE.enter("close")
             self._ending.trouble()
         if agreement.leave and step < self.config.steps:  # a run that is complete ends anyway
             self._leave(agreement.unsaved)
@@ -315,7 +337,9 @@ class Session(ModelSession):
         self._steward.exchange(flush=False)
         self._saving.tell_durable(self._steward.durable_step)
         if agreement.save and agreement.hold:
+            HERE.enter("hold")
             self._hold(hold_s)
+        HERE.enter("between", step + 1)
         self._usage.step_ended(step)
         self._seen = time.monotonic()
         return agreement
@@ -358,10 +382,14 @@ class Session(ModelSession):
         if self._usage.is_closed:
             return
         self._usage.closed()
+        HERE.enter("close")
         with self._roll.during(f"close() after step {step}"):
             dist.barrier(group=self._words)  # rank 0 would end alone, and nobody know
             self._ending.close()
+        HERE.enter("done")
         sigterm.ignore()
+        if self._leash is not None:
+            self._leash.stop()
         if self._listener is not None:
             self._listener.close()
 
@@ -381,6 +409,7 @@ class Session(ModelSession):
             self._leave(self._talk.told(leave is not None and not leave.saves))
 
     def _leave(self, unsaved: bool) -> None:
+        HERE.enter("close")
         self._ending.leave(terminated=sigterm.terminated(), unsaved=unsaved)
 
     def _restored(self) -> TrainState:
@@ -405,7 +434,8 @@ class Session(ModelSession):
         passes = passes_of(micro_batches, count, self.device)
         step = self.progress.step + 1
         reducer = self._spread_model()
-        return Batch(passes, reducer, self._before_pass, self.device, self._roll, step)
+        roll, clock = self._roll, self._clock
+        return Batch(passes, reducer, self._before_pass, self.device, roll, step, clock)
 
     def _before_pass(self, micro: MicroStep) -> None:
         # In exact mode dropout must not know who computes a micro-batch, nor how often it was computed.

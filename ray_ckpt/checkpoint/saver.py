@@ -46,6 +46,7 @@ class SaveResult:
         error: what went wrong on which rank; None when all files are in place.
         guard: what the guard found in the state (:func:`ray_ckpt.checkpoint.guard.report`).
         places: node to the files that its ranks wrote.
+        paces: node of each rank, and the mean time of its forward passes since the save before, seconds.
     """
 
     step: int
@@ -55,6 +56,7 @@ class SaveResult:
     error: str | None
     guard: dict[str, Any] = field(default_factory=dict)
     places: dict[str, list[str]] = field(default_factory=dict)
+    paces: list[tuple[str, float | None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class _Share:
     error: str | None
     scan: Scan | None = None
     node: str = ""
+    pace_s: float | None = None
 
 
 class Saver:
@@ -80,6 +83,7 @@ class Saver:
         signed: whether the manifest will be signed, which takes a SHA-256 of every file.
         on_result: called on rank 0, in the background thread, with the outcome of each save.
         inspect: called on every rank, in the background thread, with the staged copy of its state.
+        pace: called on every rank at each save: what rides with its share for the tracker, seconds.
     """
 
     def __init__(
@@ -93,11 +97,12 @@ class Saver:
         inspect: Callable[[dict[str, Any]], Scan] | None = None,
         signed: bool = False,
         node: str = "",
+        pace: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._inspect, self._signed, self._node = inspect, signed, node
         self._run_dir, self._generation, self._group = run_dir, generation, group
         self._on_result = on_result
-        self._stager = stager
+        self._stager, self._pace = stager, pace
         self._thread: threading.Thread | None = None
 
     @property
@@ -141,7 +146,7 @@ class Saver:
         stall_s = time.monotonic() - started
         self._thread = threading.Thread(
             target=self._finish,
-            args=(step, writer, copy, stall_s, error),
+            args=(step, writer, copy, stall_s, error, self._pace()),
             name=f"save-{step}",
             daemon=True,  # a peer that died must not keep this process from ending
         )
@@ -177,6 +182,7 @@ class Saver:
         copy: StagedCopy | None,
         stall_s: float,
         error: str | None,
+        pace_s: float | None,
     ) -> None:
         started = time.monotonic()
         state: dict[str, Any] = {}
@@ -204,6 +210,7 @@ class Saver:
                 error=error,
                 scan=scan,
                 node=self._node,
+                pace_s=pace_s,
             )
             dist.gather_object(share, shares, group=self._group, group_dst=0)
         except RuntimeError as caught:
@@ -246,6 +253,7 @@ def _merge(step: int, shares: list[_Share], write_s: float) -> SaveResult:
         error="; ".join(errors[:3]) or None,
         guard=report([share.scan for share in shares if share.scan is not None]),
         places={node: paths for node, paths in places.items() if paths},
+        paces=[(share.node, share.pace_s) for share in shares],
     )
 
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_ckpt.config.checks import at_least, flag, more_than_0, not_negative, one_of
+from ray_ckpt.config.failures import FailureOptions
 
 GpuUse = Literal["auto", "yes", "no"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticConfig:
+class ElasticConfig(FailureOptions):
     """How the worker group follows the cluster."""
 
     cpus_per_worker: float = 1.0
@@ -36,6 +37,7 @@ class ElasticConfig:
     """Take more workers after the cluster has offered the same for so long: one restart for several nodes, seconds."""
 
     def __post_init__(self) -> None:
+        self.check_failures()
         for name in ("cpus_per_worker", "resize_check_s", "start_timeout_s", "node_loss_wait_s"):
             more_than_0(f"--elastic.{flag(name)}", getattr(self, name))
         for name in ("drain_margin_s", "min_gain", "cooldown_s", "settle_s"):

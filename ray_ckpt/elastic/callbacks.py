@@ -10,16 +10,22 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError
 from ray.train import UserCallback
 
+from ray_ckpt.elastic.avoidance import Avoidance
 from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
+from ray_ckpt.elastic.crew import step_worked_on
+from ray_ckpt.elastic.hangs import Hang, HangWatch
 from ray_ckpt.elastic.hearing import hear_sigterm
 from ray_ckpt.elastic.silent_nodes import wait_for_silent
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
+from ray_ckpt.policy.hang import HangRule
 from ray_ckpt.ray_private import ControllerCallback, WorkerGroupCallback, refresh_reservations
 from ray_ckpt.tracker.client import RayTracker
 
@@ -41,11 +47,13 @@ class _Group:
         self.workers: list[Any] = []
         self.errors: dict[int, Exception] = {}
         self.word = ""  # names this group to the tracker, which counts the end of a group once
+        self.hang: Hang | None = None  # why it ends, told before a worker is ended for it
         self.marks = StartMarks()
 
     def start(self, workers: list[Any]) -> None:
         """A new group is up."""
         self.workers, self.errors, self.word = workers, {}, uuid.uuid4().hex
+        self.hang = None
 
     def cause(self) -> Cause:
         """Why the group failed.
@@ -63,7 +71,17 @@ class _Group:
         except RayError as error:
             logger.warning("the failed workers could not be looked at: %s", error)
             nodes = {}
-        return find_cause(errors, nodes)
+        found = find_cause(errors, nodes)
+        found = found if self.hang is None else self.hang.cause(found)
+        return replace(found, more={**found.more, "at_step": self._step()})
+
+    def _step(self) -> int:
+        """The step that was worked on; 0 when nobody knows."""
+        try:
+            return step_worked_on(self.workers)
+        except RayError as error:
+            logger.warning("the failed workers could not be asked for their step: %s", error)
+            return 0
 
     def forget(self) -> None:
         """The group is gone."""
@@ -137,10 +155,14 @@ class ControllerDecisions(ControllerCallback):
             cause=cause.text,
             group=self._group.word,
             noticed_ago_s=time.monotonic() - noticed,
+            **cause.more,
         )
         if cause.hopeless or not verdict.go_on:
             # An error in a callback is one that the controller does not retry.
             raise RuntimeError(f"the run stops: {cause.hopeless or verdict.reason}")
+        if verdict.wait_s:
+            logger.warning("another attempt in %g s: the last ones failed fast", verdict.wait_s)
+            time.sleep(verdict.wait_s)  # seconds; there is nothing else to do
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         if not self._group.workers:
@@ -154,8 +176,16 @@ class ControllerDecisions(ControllerCallback):
         tracker = RayTracker(self._group.run)
         try:
             self._save_first(tracker, workers)
-            cause = f"the cluster has room for {workers} workers"
-            tracker.call("interruption", kind="resize", cause=cause, group=self._group.word)
+            cause = Cause(kind="resize", text=f"the cluster has room for {workers} workers")
+            if self._group.hang is not None:
+                cause = self._group.hang.cause(cause)  # found while the save was waited for
+            tracker.call(
+                "interruption",
+                kind=cause.kind,
+                cause=cause.text,
+                group=self._group.word,
+                **cause.more,
+            )
         except (RayCkptError, RayError) as error:
             # The resize happens anyway; what was not saved is done again.
             logger.warning("no save before the resize to %d workers: %s", workers, error)
@@ -166,13 +196,12 @@ class ControllerDecisions(ControllerCallback):
         number = tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
         asked = time.monotonic()
         deadline = asked + self._save_timeout_s
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self._group.hang is None:
             status = tracker.call("status")
             if status["settled_request"] >= number:
                 return
-            if status[
-                "leaving"
-            ]:  # they save and go by themselves, perhaps before they heard of this
+            if status["leaving"]:
+                # They save and go by themselves, perhaps before they heard of this.
                 deadline = min(deadline, asked + HOLD_S)
             time.sleep(0.05)
         logger.warning(
@@ -180,7 +209,33 @@ class ControllerDecisions(ControllerCallback):
         )
 
 
-def make_callbacks(run: str, *, save_timeout_s: float, node_loss_wait_s: float) -> list[Any]:
-    """The callbacks of a run, for ``RunConfig(callbacks=...)``."""
+def make_callbacks(
+    run: str,
+    *,
+    save_timeout_s: float,
+    node_loss_wait_s: float,
+    run_dir: Path | None = None,
+    hang_rule: HangRule | None = None,
+    exclude_after: int = 0,
+) -> list[Any]:
+    """The callbacks of a run, for ``RunConfig(callbacks=...)``.
+
+    Args:
+        run: its name.
+        save_timeout_s: longest wait for the save before a resize, seconds.
+        node_loss_wait_s: longest wait for a dead node to be noticed, seconds.
+        run_dir: the run's folder, for what workers do in a hang.
+        hang_rule: when a hang is one; None never looks.
+        exclude_after: hangs of which a node is suspected before it gets no more workers; 0 for any number.
+    """
     group = _Group(run, node_loss_wait_s)
-    return [GroupWatch(group), WorkerErrors(group), ControllerDecisions(group, save_timeout_s)]
+    callbacks: list[Any] = [
+        GroupWatch(group),
+        WorkerErrors(group),
+        ControllerDecisions(group, save_timeout_s),
+    ]
+    if hang_rule is not None and hang_rule.watches and run_dir is not None:
+        callbacks.append(HangWatch(group, hang_rule, run_dir))
+    if exclude_after:
+        callbacks.append(Avoidance(run, exclude_after))
+    return callbacks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -32,14 +32,16 @@ class Cause:
     """Why an attempt ended.
 
     Attributes:
-        kind: "node_loss" or "worker_error".
+        kind: "node_loss", "worker_error" or "hang".
         text: in words.
         hopeless: why another attempt would end the same way; empty when it may not.
+        more: fields for the journal.
     """
 
     kind: str
     text: str
     hopeless: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def ask_again(workers: Sequence[Any], timeout_s: float) -> dict[int, Exception]:

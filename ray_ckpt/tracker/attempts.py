@@ -15,6 +15,7 @@ from ray_ckpt.errors import RestoreError, StorageError
 from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.address import without_keys
 from ray_ckpt.tracker.keeper import Keeper
+from ray_ckpt.tracker.loops import Loops
 from ray_ckpt.tracker.places import Places
 from ray_ckpt.tracker.recorder import Recorder
 from ray_ckpt.tracker.records import Attempt, TrackerOptions, Verdict
@@ -42,6 +43,7 @@ class Attempts:
         standing: where the run stands.
         steering: what the workers are told.
         restores: what they restore.
+        loops: what is done about failures that come again.
         sanity: which checkpoints are of the course that the run is on.
         places: where its checkpoints are.
         keeper: keeps them.
@@ -56,6 +58,7 @@ class Attempts:
         standing: Standing,
         steering: Steering,
         restores: Restores,
+        loops: Loops,
         sanity: Sanity,
         places: Places,
         keeper: Keeper,
@@ -63,7 +66,7 @@ class Attempts:
         self._dir, self._options = run_dir, options
         self._record, self._memory = record, record.memory
         self._standing, self._steering = standing, steering
-        self._restores, self._sanity = restores, sanity
+        self._restores, self._sanity, self._loops = restores, sanity, loops
         self._places, self._keeper = places, keeper
 
     def begin(self, world_size: int, nodes: list[str]) -> Attempt:
@@ -93,6 +96,7 @@ class Attempts:
             pid=os.getpid(),
             host=platform.node(),
             boot=boot_name(),
+            plan=entry.folder.name if entry else "",
             must=True,  # a generation that is not on record could be given out twice
         )
         fault_point("attempt.begun")
@@ -166,6 +170,8 @@ class Attempts:
             self._places.refresh()
             step, kept = self._standing.step, self._kept_step()
             lost_steps = max(0, step - kept)
+            if copy := self._loops.against_copy(kind):
+                more["restoring"] = copy
             self._record(
                 "interruption",
                 kind=kind,
@@ -177,6 +183,7 @@ class Attempts:
                 **more,
             )
             self._standing.step = step - lost_steps
+            self._loops.look(self._steering.step_time_s)
             self._steering.decide()
         return verdict(self._memory, self._options, trouble)
 

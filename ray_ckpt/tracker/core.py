@@ -10,11 +10,13 @@ This is the front that calls come to; each is checked, and goes to whose it is:
 - what is on record, and what it adds up to: :mod:`ray_ckpt.tracker.recorder`, :mod:`ray_ckpt.tracker.memory`;
 - how an attempt begins and ends: :mod:`ray_ckpt.tracker.attempts`; whether another one is worth it:
   :mod:`ray_ckpt.tracker.verdict`;
+- what is done about failures that come again: :mod:`ray_ckpt.tracker.loops`;
 - which checkpoint it restores: :mod:`ray_ckpt.tracker.restores`; the segment it trains in:
   :mod:`ray_ckpt.tracker.segments`;
 - the steps that workers tell: :mod:`ray_ckpt.tracker.standing`; their pace: :mod:`ray_ckpt.tracker.pace`;
 - what workers and driver are told to do: :mod:`ray_ckpt.tracker.steering`; when they leave a node that will be taken
   away: :mod:`ray_ckpt.tracker.departures`; when there are to be more of them: :mod:`ray_ckpt.tracker.resizes`;
+- which nodes are slow: :mod:`ray_ckpt.tracker.stragglers`;
 - what becomes of a save: :mod:`ray_ckpt.tracker.saves`; of a state that is not finite:
   :mod:`ray_ckpt.tracker.sanity`;
 - where checkpoints are: :mod:`ray_ckpt.tracker.places`; how long they stay: :mod:`ray_ckpt.tracker.keeper`;
@@ -42,6 +44,7 @@ from ray_ckpt.tracker.attempts import Attempts
 from ray_ckpt.tracker.departures import Departures, Drain
 from ray_ckpt.tracker.house import house_of
 from ray_ckpt.tracker.keeper import Keeper
+from ray_ckpt.tracker.loops import Loops
 from ray_ckpt.tracker.on_nodes import OnNodes
 from ray_ckpt.tracker.pace import Pace
 from ray_ckpt.tracker.places import InFolder, Places
@@ -63,6 +66,7 @@ from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.standing import Standing
 from ray_ckpt.tracker.status import status_of
 from ray_ckpt.tracker.steering import Steering
+from ray_ckpt.tracker.stragglers import Stragglers
 
 __all__ = [
     "Attempt",
@@ -139,7 +143,16 @@ class TrackerCore:
             sanity=self._sanity,
             places=self._places,
             keeper=self._keeper,
+            stragglers=Stragglers(options.stragglers, self.memory, self._record),
             clock=clock,
+        )
+        loops = Loops(
+            rule=options.loops,
+            max_rollbacks=options.guard.max_rollbacks,
+            memory=self.memory,
+            record=self._record,
+            on_course=self._sanity.on_course,
+            keep=self._places.keep,
         )
         known: dict[str, Any] = {
             "options": options,
@@ -153,6 +166,7 @@ class TrackerCore:
             record=self._record,
             places=self._places,
             keeper=self._keeper,
+            loops=loops,
             remote=bool(options.stack.remote),
         )
         self._attempts = Attempts(
@@ -162,6 +176,7 @@ class TrackerCore:
             standing=self._standing,
             steering=self._steering,
             restores=self._restores,
+            loops=loops,
             sanity=self._sanity,
             places=self._places,
             keeper=self._keeper,
@@ -308,6 +323,36 @@ class TrackerCore:
         """
         return self._attempts.interrupted(kind, cause, group=group, **more)
 
+    def check(self, generation: int) -> None:
+        """Lets a worker know whether its attempt is the present one.
+
+        Raises:
+            StaleGenerationError: it is over.
+        """
+        self._fence.check(generation)
+
+    def hang(self, **found: Any) -> None:
+        """Notes that a hang was found, before anybody is ended for it; it is the controller that calls.
+
+        Args:
+            found: fields for the journal, those of :class:`ray_ckpt.elastic.hangs.Hang`.
+        """
+        self._record("hang", **found)
+
+    def suspected(self) -> dict[str, int]:
+        """How many hangs each node was suspected of."""
+        return dict(self.memory.suspected)
+
+    def exclude(self, nodes: list[str], names: list[str], times: list[int]) -> None:
+        """Notes which nodes get no workers from now on.
+
+        Args:
+            nodes: Ray's names of them; none when all may have workers again.
+            names: the same for people.
+            times: how often each was suspected.
+        """
+        self._record("excluded", nodes=nodes, names=names, times=times)
+
     def finished(self, generation: int, step: int) -> None:
         """Notes that the run is complete."""
         self._fence.check(generation)
@@ -335,7 +380,8 @@ class TrackerCore:
             generation: of the writer.
             save: ``step, samples, tokens, world_size, files [{path, bytes, checksum}], stall_s,
                 upload_s, metrics, guard, error, bitwise_comparable, skipped, validation``; and with tiers on the nodes
-                ``places``, a node to the files that its workers wrote.
+                ``places``, a node to the files that its workers wrote. ``paces``, of each rank its node and the mean
+                time of its forward passes, seconds, may be left out.
 
         Returns:
             Whether the checkpoint is committed.

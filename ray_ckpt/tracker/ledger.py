@@ -6,7 +6,7 @@ time by construction, and none is negative. In the order in which it happens::
 
     submit ............... tracker_started   start; in a later job restart_reschedule, and idle before it
     tracker_started or
-    interruption ......... first wish        restart_reschedule: causes found, group asked for
+    interruption ......... first wish        restart_reschedule: group asked for, after a wait for fast failures
     first wish ........... last wish         waiting_for_resources: no room, or a group that did not come up
     last wish ............ workers up        restart_start_workers
     workers up ........... group_started     restart_process_group

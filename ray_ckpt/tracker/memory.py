@@ -15,6 +15,7 @@ from ray_ckpt.checkpoint.quarantine import GUARD
 from ray_ckpt.policy.belief import Seen
 from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.checkpoint_memory import RECENT_SAVES, CheckpointMemory
+from ray_ckpt.tracker.failure_memory import FailureMemory
 from ray_ckpt.tracker.rollback import Course
 
 # More than anybody's band needs.
@@ -28,7 +29,7 @@ PLANNED = frozenset({"resize", "drain", "preempted", "user_stop"})
 
 
 @dataclass(kw_only=True)
-class RunMemory(CheckpointMemory):
+class RunMemory(CheckpointMemory, FailureMemory):
     """State of a run so far; what it knows of its checkpoints is in the class that it extends.
 
     Attributes:
@@ -186,7 +187,8 @@ class RunMemory(CheckpointMemory):
         self.finished_step = None
         self.committed.clear()
         self.refusals.clear()
-        self.trouble = self.leave = None
+        self.trouble = self.leave = self.loop = None
+        self.plan = ""
 
     def _on_attempt_started(self, event: dict[str, Any]) -> None:
         self._begin()
@@ -195,6 +197,7 @@ class RunMemory(CheckpointMemory):
         self.world_size = int(event["world_size"])
         self.nodes = tuple(dict.fromkeys(node for node in event.get("nodes", ()) if node))
         self.all_nodes |= dict.fromkeys(self.nodes)
+        self.plan = str(event.get("plan", ""))
 
     def _on_restored(self, event: dict[str, Any]) -> None:
         if self.started is not None and "time" in event:
@@ -205,6 +208,7 @@ class RunMemory(CheckpointMemory):
             self.started = None
         self.kept_step = self.last_save_step = int(event["step"])
         self.lost_steps += int(event.get("lost_steps_more", 0))
+        self._was_restored(str(event.get("source", "")))
         for tier, step in self.tier_steps.items():
             self.tier_steps[tier] = min(
                 step, self.kept_step
@@ -217,7 +221,7 @@ class RunMemory(CheckpointMemory):
         won = step > self.best_step or (self.attempt_open and bool(self.committed))
         if won:
             self.fruitless = 0
-        elif kind not in PLANNED:
+        elif kind not in PLANNED and not event.get("restoring"):
             self.fruitless += 1
         self.attempt_open, self.leave = False, None
         if kind in ("user_stop", "lost"):
@@ -228,9 +232,22 @@ class RunMemory(CheckpointMemory):
         self._expose(event)
         if kind not in PLANNED:
             self.failures_by_size.setdefault(max(1, self.world_size), Counter())[kind] += 1
+        if kind == "user_stop":
+            self.failed.clear()  # whoever stops a run has looked at it
+        elif kind not in PLANNED and kind != "nonfinite":
+            self._failed(event, self.generation, self.exposure_s)
         self.best_step = max(self.best_step, step)
         self.last_group = str(event.get("group", ""))
         self.last_end = f"at step {step}: {event.get('cause')}"
+
+    def _on_crash_loop(self, event: dict[str, Any]) -> None:
+        self.loop = event
+        self.failed.clear()  # of a course that is left, or somebody looks at it now
+        if event["action"] == "stop":
+            self.rollbacks = self.trouble_step = 0
+            return
+        self.fruitless = 0
+        self._go_back(event)
 
     def _on_save_requested(self, event: dict[str, Any]) -> None:
         self.save_requests = max(self.save_requests, int(event["number"]))
@@ -277,11 +294,15 @@ class RunMemory(CheckpointMemory):
 
     def _on_quarantine(self, event: dict[str, Any]) -> None:
         super()._on_quarantine(event)
+        self._passed_over(str(event["name"]))
         if event.get("by") == GUARD:
             self.refused += 1
             self.settled_request = max(self.settled_request, int(event.get("request", 0)))
             self.refusals[str(event["name"])] = event
             self._take_norm(event)
+
+    def _on_skipped(self, event: dict[str, Any]) -> None:
+        self._passed_over(str(event["name"]))
 
     def _on_trouble(self, event: dict[str, Any]) -> None:
         self.trouble = event
@@ -289,6 +310,9 @@ class RunMemory(CheckpointMemory):
             # Whoever starts the run again has looked at it: a new row.
             self.rollbacks = self.trouble_step = 0
             return
+        self._go_back(event)
+
+    def _go_back(self, event: dict[str, Any]) -> None:
         self.rollbacks += 1
         self.trouble_step = max(self.trouble_step, int(event["step"]))
         self.left.append(Course(to_step=int(event["to_step"]), generation=self.generation))

@@ -10,12 +10,16 @@ from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior, Seen
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.policy.loops import LoopRule
 from ray_ckpt.policy.resize import ResizeRules
+from ray_ckpt.policy.stragglers import StragglerRule
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.skips import Skip
 from ray_ckpt.tiers.holder import Source
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stack import Stack
+
+BUNDLE_S = 0.25  # rank 0 tells its steps in bundles; killed, it takes at most this much of steps.jsonl with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,8 @@ class TrackerOptions:
         guard: what may be committed, and what to do when the run is no longer finite.
         stack: the tiers.
         tier_steps: a tier to a fixed number of steps between its copies; one that is not named is decided.
+        loops: when the run does not simply go on after a failure.
+        stragglers: when a node is one.
         drain_margin_s: how much sooner than the last moment a run saves and leaves a node that will be taken away.
         resize: when the run takes more workers.
     """
@@ -72,6 +78,8 @@ class TrackerOptions:
     guard: GuardRule = field(default_factory=GuardRule)
     stack: Stack = field(default_factory=Stack)
     tier_steps: Mapping[str, int] = field(default_factory=dict)
+    loops: LoopRule = field(default_factory=LoopRule)
+    stragglers: StragglerRule = field(default_factory=StragglerRule)
     drain_margin_s: float = 5.0
     resize: ResizeRules = field(default_factory=ResizeRules)
 
@@ -173,7 +181,9 @@ class Verdict:
     Attributes:
         go_on: whether another attempt is worth it.
         reason: why.
+        wait_s: how long to wait before another attempt, seconds.
     """
 
     go_on: bool
     reason: str
+    wait_s: float = 0.0

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ray_ckpt.checkpoint.listing import Listed
+from ray_ckpt.checkpoint.listing import Listed, usable
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.checkpoint.verify import Fault
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.tiers.placement import Place
 from ray_ckpt.tracker.copies import described
 from ray_ckpt.tracker.keeper import Keeper
+from ray_ckpt.tracker.loops import Loops
 from ray_ckpt.tracker.on_nodes import OnNodes
 from ray_ckpt.tracker.places import Places
 from ray_ckpt.tracker.recorder import Recorder
@@ -29,6 +30,7 @@ class Restores:
         record: puts an event on record.
         places: where its checkpoints are.
         keeper: labels those that are bad.
+        loops: names those whose restore failed too often.
         remote: whether the durable tier is an object store.
     """
 
@@ -39,11 +41,12 @@ class Restores:
         record: Recorder,
         places: Places,
         keeper: Keeper,
+        loops: Loops,
         remote: bool,
     ) -> None:
         self._run, self._dir, self._remote = facts.run, Path(facts.run_dir), remote
         self._record, self._memory = record, record.memory
-        self._places, self._keeper = places, keeper
+        self._places, self._keeper, self._loops = places, keeper, loops
         self._unreadable: dict[str, str] = {}  # what storage would not give this attempt, and why
 
     def begin(self) -> None:
@@ -134,4 +137,6 @@ class Restores:
 
     def _passed(self, entries: list[Listed]) -> dict[str, str]:
         """Usable checkpoints that are passed over just now, and why."""
-        return {**passed_over(entries, self._memory.left), **self._unreadable}
+        passed = {**passed_over(entries, self._memory.left), **self._unreadable}
+        left = [name for e in usable(entries) if (name := e.folder.name) not in passed]
+        return {**passed, **self._loops.tired(left)}

@@ -19,6 +19,7 @@ from ray_ckpt.tracker.segments import SegmentBook
 from ray_ckpt.tracker.shelf import new_manifest
 from ray_ckpt.tracker.standing import Standing
 from ray_ckpt.tracker.steering import Steering
+from ray_ckpt.tracker.stragglers import Stragglers
 
 
 class Saves:
@@ -34,6 +35,7 @@ class Saves:
         sanity: lets a state pass.
         places: where checkpoints are.
         keeper: keeps them.
+        stragglers: looks at what each rank needed.
         clock: seconds since the epoch.
     """
 
@@ -49,12 +51,14 @@ class Saves:
         sanity: Sanity,
         places: Places,
         keeper: Keeper,
+        stragglers: Stragglers,
         clock: Callable[[], float],
     ) -> None:
         self._facts, self._first_tier, self._clock = facts, first_tier, clock
         self._record, self._memory = record, record.memory
         self._standing, self._steering, self._segments = standing, steering, segments
         self._sanity, self._places, self._keeper = sanity, places, keeper
+        self._stragglers = stragglers
 
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
         """Makes a written checkpoint usable, or says in the journal why not.
@@ -106,6 +110,7 @@ class Saves:
         fault_point("commit.told")
         self._steering.saved(self._standing.step - step, float(save["upload_s"]))
         self._places.committed(name)
+        self._stragglers.saved(step, save.get("paces", ()))
         return True
 
     def manifest(self, generation: int, save: Mapping[str, Any]) -> Manifest:

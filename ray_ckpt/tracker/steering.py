@@ -41,6 +41,11 @@ class Steering:
             every = {name: self._pace.tier_every(name) for name in use}
             self._record("tier_decision", every_steps=every, reasons=reasons)
 
+    @property
+    def step_time_s(self) -> float | None:
+        """How long a step takes, seconds; None while it is not known."""
+        return self._pace.step_time_s
+
     def begin_attempt(self) -> None:
         """Another worker group, perhaps of another size: its pace is its own."""
         self._pace.begin_attempt()

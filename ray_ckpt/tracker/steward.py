@@ -14,11 +14,9 @@ from typing import Any
 from ray_ckpt.errors import RayCkptError, StaleGenerationError
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.tracker.client import TrackerClient
-from ray_ckpt.tracker.records import Attempt, Directive, Leave
+from ray_ckpt.tracker.records import BUNDLE_S, Attempt, Directive, Leave
 
 logger = logging.getLogger(__name__)
-
-BUNDLE_S = 0.25  # a killed rank 0 takes at most this much of steps.jsonl with it
 
 
 class Steward:

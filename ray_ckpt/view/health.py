@@ -35,6 +35,9 @@ class Signs:
         trouble_stops: whether it ends the run.
         refusals: saves of the newest attempt that the guard refused.
         fruitless: attempts in a row that won nothing.
+        loop: which failures came again until the run was ended for them; empty for none.
+        slow_nodes: stragglers.
+        excluded_nodes: that get no workers.
         failed_drill: the newest drill, in words, when it failed.
         missing: committed checkpoints that are gone without a word.
         damaged: committed checkpoints that cannot be used.
@@ -55,6 +58,9 @@ class Signs:
     trouble_stops: bool = False
     refusals: int = 0
     fruitless: int = 0
+    loop: str = ""
+    slow_nodes: tuple[str, ...] = ()
+    excluded_nodes: tuple[str, ...] = ()
     failed_drill: str = ""
     missing: int = 0
     damaged: int = 0
@@ -118,6 +124,12 @@ def _course(signs: Signs) -> list[tuple[Level, str]]:
                 f"{signs.fruitless} attempts in a row ended without a new step or checkpoint",
             )
         )
+    if signs.loop:
+        found.append(("failing", signs.loop))
+    if signs.slow_nodes:
+        found.append(("attention", f"slower than the others: node {_nodes(signs.slow_nodes)}"))
+    if signs.excluded_nodes:
+        found.append(("attention", f"left out after hangs: node {_nodes(signs.excluded_nodes)}"))
     limit_s = max(_SILENT_S, _SILENT_STEPS * (signs.step_s or 0.0))
     if signs.state == "training" and signs.silent_s is not None and signs.silent_s > limit_s:
         found.append(("failing", "no step for much longer than a step takes"))
@@ -158,6 +170,10 @@ def _proofs(signs: Signs) -> list[tuple[Level, str]]:
         found.append(("failing", f"the newest restore drill failed: {signs.failed_drill}"))
     found += [("attention", problem) for problem in signs.problems]
     return found
+
+
+def _nodes(names: tuple[str, ...]) -> str:
+    return ", ".join(name[:12] for name in names)
 
 
 def _checkpoints(count: int) -> str:

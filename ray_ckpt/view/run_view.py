@@ -226,6 +226,7 @@ class RunView:
         failed_drill = run_story.told(last_drill) if last_drill and not last_drill.get("ok") else ""
         marks = self.chronicle.interruptions
         failure = self.chronicle.last_failure or {}
+        loop = memory.loop or {}
         return Signs(
             state=self.state(),
             planned_end=bool(marks) and marks[-1].kind == "user_stop",
@@ -241,6 +242,9 @@ class RunView:
             trouble_stops=trouble.get("action") == "stop",
             refusals=len(memory.refusals),
             fruitless=memory.fruitless,
+            loop=str(loop["reason"]).partition("\n")[0] if loop.get("action") == "stop" else "",
+            slow_nodes=tuple(memory.stragglers),
+            excluded_nodes=memory.excluded,
             failed_drill=failed_drill,
             missing=counts.get("missing", 0),
             damaged=counts.get("damaged", 0) + counts.get("unreadable", 0),

@@ -125,6 +125,34 @@ def _interruption(e: dict[str, Any]) -> str:
     )
 
 
+def _hang(e: dict[str, Any]) -> str:
+    files = f"; what each rank was doing is in {e['dumps']}" if e["dumps"] else ""
+    return f"HANG: {e['reason']}{files}"
+
+
+def _crash_loop(e: dict[str, Any]) -> str:
+    return f"CRASH LOOP ({e['action']}): {e['reason']}"
+
+
+def _excluded(e: dict[str, Any]) -> str:
+    if not e["nodes"]:
+        return "no node is left out any more"
+    nodes = (f"{name} ({times} hangs)" for name, times in zip(e["names"], e["times"], strict=True))
+    return f"EXCLUDED, as suspected too often: no workers on node {', '.join(nodes)}"
+
+
+def _straggler(e: dict[str, Any]) -> str:
+    return (
+        f"STRAGGLER: rank {e['rank']} on node {e['node'][:12]} takes {e['factor']:.2f} times as long for a forward "
+        f"pass as the others ({human_duration(e['pace_s'])} and {human_duration(e['others_s'])}), at {e['saves']} "
+        "saves in a row"
+    )
+
+
+def _straggler_over(e: dict[str, Any]) -> str:
+    return f"node {e['node'][:12]} is no straggler any more ({e['factor']:.2f} times the time of the others)"
+
+
 def _save_requested(e: dict[str, Any]) -> str:
     return f"a save at the next step was asked for: {e['reason']}"
 
@@ -231,6 +259,11 @@ _TELLERS = {
     "trouble": _trouble,
     "skipped": _skipped,
     "interruption": _interruption,
+    "hang": _hang,
+    "excluded": _excluded,
+    "straggler": _straggler,
+    "straggler_over": _straggler_over,
+    "crash_loop": _crash_loop,
     "segment": _segment,
     "alert": _alert,
     "verified": _verified,

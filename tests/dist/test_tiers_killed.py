@@ -24,6 +24,7 @@ from ray_ckpt.checkpoint.verify import verify_files
 from ray_ckpt.errors import StorageError
 from ray_ckpt.fault_points import arm
 from ray_ckpt.policy.decision import IntervalLimits
+from ray_ckpt.policy.loops import LoopRule
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stack import Stack
 from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
@@ -92,6 +93,7 @@ class Life:
             tier_steps={"local": 2, "durable": 5},
             retention=Rules(keep_newest=2, keep_every_s=0),
             max_fruitless=1000,
+            loops=LoopRule(tries=1000),  # holders are killed, which says nothing of what they hold
         )
         self.core = TrackerCore(facts, options, fleet=self.fleet)
         self.settled = 0  # newest step with all its replicas

@@ -19,10 +19,10 @@ from pathlib import Path
 from pretrain import PretrainConfig, train
 
 import ray_ckpt
+from ray_ckpt.commands.drill import print_result
 from ray_ckpt.drill import DrillResult, drill
 from ray_ckpt.drill.recorded import recorded_flags
 from ray_ckpt.drill.schedule import drill_every, end_in_order
-from ray_ckpt.drill_command import print_result
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.options import parse, run_main
 

@@ -2,7 +2,7 @@
 
 Works on a storage path, or the address of an object store, without Ray and (but for `export` and `drill`) without
 torch, so it answers at once, on any machine that sees the storage, also while the run goes on. The commands here
-change nothing in a run; those that pin and delete are in :mod:`ray_ckpt.cli_retention`, and `drill` writes its
+change nothing in a run; those that pin and delete are in :mod:`ray_ckpt.commands.retention`, and `drill` writes its
 outcome beside the manifest. `plan` is about no run at all.
 """
 
@@ -19,24 +19,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt import (
-    completion_command,
-    dashboard_command,
-    drill_command,
-    export_command,
-    goodput_command,
-    interruptions_command,
-    plan_command,
-    report_command,
-    simulate_command,
-    steer_command,
-    verify_nodes,
-)
 from ray_ckpt.checkpoint.drilled import Drilled
 from ray_ckpt.checkpoint.listing import NO_MANIFEST, Listed, usable
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, parse_checkpoint_name
 from ray_ckpt.checkpoint.verify import Fault
-from ray_ckpt.cli_retention import add_retention_commands
+from ray_ckpt.commands import completion as completion_command
+from ray_ckpt.commands import dashboard as dashboard_command
+from ray_ckpt.commands import drill as drill_command
+from ray_ckpt.commands import export as export_command
+from ray_ckpt.commands import goodput as goodput_command
+from ray_ckpt.commands import interruptions as interruptions_command
+from ray_ckpt.commands import plan as plan_command
+from ray_ckpt.commands import report as report_command
+from ray_ckpt.commands import simulate as simulate_command
+from ray_ckpt.commands import steer as steer_command
+from ray_ckpt.commands import verify_nodes
+from ray_ckpt.commands.retention import add_retention_commands
 from ray_ckpt.errors import ConfigError, RayCkptError
 from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
 from ray_ckpt.view.keeping import Keeping

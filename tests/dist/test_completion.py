@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ray_ckpt.cli import build_parser
-from ray_ckpt.completion_command import SHELLS, script
+from ray_ckpt.commands.completion import SHELLS, script
 
 pytestmark = pytest.mark.dist
 

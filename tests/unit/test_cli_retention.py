@@ -194,7 +194,7 @@ def test_pins_are_set_shown_and_taken_away(run, capsys):
 
 
 def cli_login() -> str:
-    from ray_ckpt.cli_retention import _login
+    from ray_ckpt.commands.retention import _login
 
     return _login()
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
-from ray_ckpt.cli_remote import remote_round
+from ray_ckpt.commands.remote import remote_round
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.tiers.collect import Gate
 from ray_ckpt.tiers.housekeeping import Findings, Round, keep_house, read_back

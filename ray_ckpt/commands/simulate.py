@@ -113,7 +113,7 @@ def simulated(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
         ConfigError: options that make no sense.
         ValueError: as above, from what takes them.
     """
-    from ray_ckpt.simulate_options import asked
+    from ray_ckpt.commands.simulate_options import asked
     from ray_ckpt.view.simulation import simulation_page, times_of
 
     found = asked(args)

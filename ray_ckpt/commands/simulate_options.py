@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ray_ckpt.commands.plan import times
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.plan_command import times
 from ray_ckpt.policy import draws
 from ray_ckpt.policy.failures import PRIOR_SHARES
 from ray_ckpt.policy.scenes import Contest, Scene

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from ray_ckpt.checkpoint.names import checkpoint_name
+from ray_ckpt.commands.steer import running_tracker, wait
 from ray_ckpt.errors import StorageError
-from ray_ckpt.steer_command import running_tracker, wait
 from ray_ckpt.view.tables import paint, printable, wants_colour
 
 

@@ -34,6 +34,7 @@ from ray_ckpt.commands import report as report_command
 from ray_ckpt.commands import simulate as simulate_command
 from ray_ckpt.commands import steer as steer_command
 from ray_ckpt.commands import verify_nodes
+from ray_ckpt.commands.parser import Parser
 from ray_ckpt.commands.retention import add_retention_commands
 from ray_ckpt.errors import ConfigError, RayCkptError
 from ray_ckpt.view.human import ago, human_bytes, human_count, human_duration
@@ -95,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
         "epilog": _EXIT_CODES,
         "formatter_class": argparse.RawDescriptionHelpFormatter,
     }
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ray-ckpt",
         description="Look at the checkpoints of a run, prove them, pin them, delete the old ones; see where time went.",
         **layout,

@@ -87,9 +87,16 @@ def add_retention_commands(add: Callable[..., argparse.ArgumentParser], step_hel
             type=int if steps else type(field.default),
             action="append" if steps else "store",
             default=None,
-            metavar="N" if not isinstance(field.default, str) else "NAME",
+            choices=("min", "max") if field.name == "mode" else None,
+            metavar=_metavar(field.name, field.default),
             help=f"{_HELP[field.name]} (default: what the run has on record)",
         )
+
+
+def _metavar(name: str, default: Any) -> str | None:
+    if name == "mode":
+        return None  # its choices
+    return "NAME" if isinstance(default, str) else "N"
 
 
 def command_pin(args: argparse.Namespace) -> int:

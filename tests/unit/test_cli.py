@@ -367,3 +367,22 @@ def test_a_reader_that_goes_away_is_no_error(good_run):
         errors = process.stderr.read()
     assert errors == b""
     assert process.returncode == cli.EXIT_PIPE_CLOSED
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["gc", "RUN", "--retention.keep-newst", "2"], "--retention.keep-newest"),
+        (["ls", "RUN", "--jsn"], "--json"),
+        (["ls", "RUN", "--nothing-like-it"], ""),
+        (["dashboard", "enable", "--jsn"], "--json"),
+    ],
+)
+def test_a_mistyped_option_is_named_with_the_nearest_one(words, meant, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.build_parser().parse_args(words)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert words[2] in said
+    assert (f"did you mean {meant}?" in said) == bool(meant)
+    assert f"usage: ray-ckpt {words[0]}" in said, "the usage is that of the command"

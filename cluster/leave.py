@@ -13,9 +13,9 @@ steps since the last save are lost, although there was time for one. So:
 3. `ray drain-node` announces the end of the node, so that nothing new comes to it and its workers count as preempted.
    The head cannot be drained: all runs are saved, they end with it, and the same command goes on elsewhere.
 
-The node must then end within `--drain-s`: Ray Train counts on a drained node until it has ended, and would ask for
-workers on it. In a pod that is so, since SIGTERM comes when this command is done; after a notice of AWS, `ray stop` is
-called here.
+The workers on it leave when they see that, and start on the others. The node must then end within `--drain-s`: a run of
+a fixed size waits for a place, and what else runs in the cluster may count on the node until it has ended. In a pod
+that is so, since SIGTERM comes when this command is done; after a notice of AWS, `ray stop` is called here.
 
 Nothing here is needed for a run to survive. Whatever goes wrong is said, and the node leaves without it.
 """
@@ -83,8 +83,7 @@ def save_all(
             if not status["attempt_open"] or (node_id and node_id not in status["nodes"]):
                 say(f"run {run!r} does not train here just now")
                 continue
-            tracker.call("request_save", reason=why, hold_s=within_s)
-            waiting[run] = status["saves_settled"]
+            waiting[run] = tracker.call("request_save", reason=why, hold_s=within_s)
         except errors as error:
             unsaved.append(run)
             say(f"run {run!r} cannot be asked for a save: {error}")
@@ -107,10 +106,10 @@ def save_all(
     return [*unsaved, *waiting]
 
 
-def _durable_step(tracker: Tracker, before: int) -> int | None:
-    """The step that was saved since, once it is durable."""
+def _durable_step(tracker: Tracker, number: int) -> int | None:
+    """The step that was saved for a request, once it is durable; a save that was under way before is none for it."""
     status = tracker.call("status")
-    if status["saves_settled"] <= before or status["last_commit_step"] is None:
+    if status["settled_request"] < number or status["last_commit_step"] is None:
         return None
     at = {"generation": status["generation"], "step": status["last_commit_step"]}
     return None if tracker.call("durable", **at) else int(at["step"])

@@ -18,39 +18,31 @@ Exit code 0 only if all targets hold.
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
 import statistics
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from bench_session import FromMemory, MemorySession, PipeTracker, make_rows
 from bench_worlds import conclude, run_world, target_of
 from model import ModelConfig, Transformer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_ckpt.config import Config, PolicyConfig, ReadingConfig, SavingConfig
-from ray_ckpt.data.feed import Feed, MicroBatch
+from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.elastic.parallel import spread
-from ray_ckpt.facts import check_run, tracker_options
 from ray_ckpt.options import parse, run_main
-from ray_ckpt.session import Session
 from ray_ckpt.state.train_state import TrainState
-from ray_ckpt.tracker.core import TrackerCore
 
 WORLD, MICRO_BATCHES, MICRO_BATCH, SEQ_LEN, VOCAB = 2, 4, 4, 129, 257
 # Decoders with steps of tens of milliseconds, and of next to nothing.
@@ -94,79 +86,6 @@ class BenchConfig:
     """Only 60 blocks of each loop."""
     json: str = ""
     """File for the figures as JSON."""
-
-
-class FromMemory:
-    """The same rows again and again, from memory."""
-
-    def __init__(self, micro_batches: list[MicroBatch]) -> None:
-        self.micro_batches = micro_batches
-
-    def steps(self, start_step: int, stop_step: int) -> Iterator[list[MicroBatch]]:
-        """See :class:`ray_ckpt.data.feed.Feed`."""
-        return itertools.repeat(self.micro_batches, stop_step - start_step)
-
-
-class MemorySession(Session):
-    """A session whose rows come from memory; all else is that of a run."""
-
-    rows: FromMemory
-
-    def _feed(self) -> Feed:
-        return self.rows
-
-
-class PipeTracker:
-    """A tracker in a process of its own, as the actor of a run is.
-
-    Args:
-        config: of the run.
-    """
-
-    def __init__(self, config: Config) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self._turn = threading.Lock()
-        self._answers: dict[int, Any] = {}
-        self._tickets = itertools.count()
-        self._process = context.Process(target=_serve, args=(config, there), daemon=True)
-        self._process.start()
-
-    def call(self, method: str, **kwargs: Any) -> Any:
-        """Calls and waits for the answer."""
-        ticket = self.post(method, **kwargs)
-        while True:
-            done, answer = self.poll(ticket)
-            if done:
-                return answer
-            time.sleep(0.001)
-
-    def post(self, method: str, **kwargs: Any) -> int:
-        """Calls without waiting."""
-        with self._turn:
-            ticket = next(self._tickets)
-            self._pipe.send((ticket, method, kwargs))
-        return ticket
-
-    def poll(self, ticket: int) -> tuple[bool, Any]:
-        """Whether the answer is there, and what it is."""
-        with self._turn:
-            while self._pipe.poll():
-                number, answer = self._pipe.recv()
-                self._answers[number] = answer
-            if ticket not in self._answers:
-                return False, None
-            return True, self._answers.pop(ticket)
-
-
-def _serve(config: Config, pipe: Connection) -> None:
-    core = TrackerCore(check_run(config, {}), tracker_options(config))
-    while True:
-        try:
-            ticket, method, kwargs = pipe.recv()
-        except EOFError:
-            return
-        pipe.send((ticket, getattr(core, method)(**kwargs)))
 
 
 def make_model(shape: str) -> torch.nn.Module:
@@ -330,19 +249,10 @@ def config_of(folder: Path) -> Config:
     )
 
 
-def make_rows(folder: Path) -> None:
-    """A few rows: a session wants to know its data, though none of it is read."""
-    folder.mkdir(parents=True)
-    schema = pa.schema([("tokens", pa.list_(pa.uint16(), SEQ_LEN))])
-    flat = pa.array(np.zeros(64 * SEQ_LEN, np.uint16))
-    rows = pa.table([pa.FixedSizeListArray.from_arrays(flat, SEQ_LEN)], schema=schema)
-    pq.write_table(rows, folder / "part-0.parquet", row_group_size=16)
-
-
 def measured(shape: str, rounds: int, block: int) -> list[dict[str, Any]]:
     """A row for each loop; that of ray_ckpt has what it adds to the bare one."""
     with tempfile.TemporaryDirectory() as folder:
-        make_rows(Path(folder) / "data")
+        make_rows(Path(folder) / "data", SEQ_LEN)
         found = run_world(worker, WORLD, shape, folder, rounds, block)
     rows = [
         {

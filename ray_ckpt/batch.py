@@ -109,12 +109,14 @@ class Batch:
         clock: PassClock | None = None,
     ) -> None:
         self._micro_steps, self._reducer, self._before = micro_steps, reducer, before
-        self._losses: list[torch.Tensor] = []  # of the passes, still on the device
+        # Of each pass, to be looked at when the step ends: small things that are done between two passes find the
+        # processor's caches full of the model, and cost ten times what they cost together.
+        self._losses: list[float | torch.Tensor] = []
+        self._rng_states: list[tuple[int, torch.Tensor]] = []
         self._device = device
         self._roll, self._step = roll, step
         self._clock, self._left = clock or PassClock(device), len(micro_steps)
         self.num_tokens = 0
-        self.rng_digest = 0
         self.finished = False
 
     @property
@@ -125,12 +127,24 @@ class Batch:
     @property
     def loss(self) -> tuple[int, int]:
         """Sum of the micro-batches' mean losses in units of 2^-32, and how many were not finite."""
-        if not self._losses:
-            return 0, 0
-        # All of them at once: a few small operations for each pass would cost more than all else at a step's end.
-        scaled = [value * 2.0**LOSS_BITS for value in torch.stack(self._losses).double().tolist()]
+        losses = self._losses
+        if losses and isinstance(
+            losses[0], torch.Tensor
+        ):  # on another device: one copy, one wait for it
+            losses = torch.stack([torch.as_tensor(loss) for loss in losses]).double().tolist()
+        scaled = [float(loss) * 2.0**LOSS_BITS for loss in losses]
         finite = [round(value) for value in scaled if math.isfinite(value)]
         return sum(finite), len(scaled) - len(finite)
+
+    @property
+    def rng_digest(self) -> int:
+        """Digest of the torch generator after each pass; a sum over micro-batches, as the samples' digest."""
+        total = 0
+        for index, state in self._rng_states:
+            digest = xxhash.xxh3_64(int(index).to_bytes(8, "little"))
+            digest.update(state.numpy().data)
+            total += digest.intdigest()
+        return total
 
     def __iter__(self) -> Iterator[MicroStep]:
         turns = passes(self._reducer, self._micro_steps, self._begin)
@@ -147,7 +161,7 @@ class Batch:
             self._before(micro)
             yield micro
             if not micro.company:
-                self.rng_digest += self._look_at_rng(micro)
+                self._rng_states.append((micro.source.index, self._rng_state()))
         self.finished = True
         HERE.enter("optimizer")
 
@@ -155,7 +169,8 @@ class Batch:
         self._left = len(self._micro_steps)
         self._clock.begin()
         self._losses.clear()
-        self.num_tokens = self.rng_digest = 0
+        self._rng_states.clear()
+        self.num_tokens = 0
 
     def backward(self, micro: MicroStep, loss: torch.Tensor, *, tokens: int | None = None) -> None:
         """Back-propagates the mean loss of a pass, scaled to its share, and adds it to the step's loss.
@@ -175,16 +190,14 @@ class Batch:
         if micro.company:
             return
         # A copy: a compiled model may put the next pass's loss into the same memory.
-        self._losses.append(loss.detach().clone())
+        cpu = loss.device.type == "cpu"
+        self._losses.append(loss.item() if cpu else loss.detach().clone())
         if tokens is None:
             shape = micro.tokens.shape if micro.has_tokens else (0, 1)
             tokens = shape[0] * (shape[1] - 1)
         self.num_tokens += tokens
 
-    def _look_at_rng(self, micro: MicroStep) -> int:
-        """Digest of the torch generator after a pass; a sum over micro-batches, as the samples' digest."""
+    def _rng_state(self) -> torch.Tensor:
+        """State of the torch generator, on the CPU."""
         cuda = self._device.type == "cuda"
-        state = torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
-        digest = xxhash.xxh3_64(int(micro.source.index).to_bytes(8, "little"))
-        digest.update(state.numpy().data)
-        return digest.intdigest()
+        return torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()

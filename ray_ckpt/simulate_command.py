@@ -122,7 +122,7 @@ def simulated(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     rows = [row for scene, totals in played for row in rows_of(scene, totals)]
     first = next(iter(played[0][1].values()))
     about = {**found.about, "failures_per_run": float(first.failures.mean())}
-    page = simulation_page(found, played, rows, about) if args.html else ""
+    page = simulation_page(found.contest, played, rows, about) if args.html else ""
     return rows, about, page
 
 

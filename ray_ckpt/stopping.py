@@ -102,16 +102,22 @@ def _save_and_note(tracker: RayTracker, cause: str, going_on: Callable[[], bool]
         if not status["attempt_open"]:
             return
         # A save that is under way already is of a step before this one: it is not the one that is waited for.
+        generation = status["generation"]
         number = tracker.call("request_save", reason=cause, hold_s=SAVE_TIMEOUT_S)
         while waiting():
             status = tracker.call("status")
-            if status["settled_request"] >= number:
+            if status["settled_request"] >= number or _has_ended(status, generation):
                 break
         if status["settled_request"] >= number and status["last_commit_step"] is not None:
             _wait_until_durable(tracker, status, waiting)
         tracker.call("interruption", kind="user_stop", cause=cause)
     except (RayCkptError, RayError) as error:
         print(f"no save before the stop: {error}", flush=True)
+
+
+def _has_ended(status: dict[str, Any], generation: int) -> bool:
+    """Whether the attempt is over: its workers got the signal too, and have left with their step saved."""
+    return not status["attempt_open"] or status["generation"] != generation
 
 
 def _wait_until_durable(

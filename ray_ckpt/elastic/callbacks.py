@@ -195,10 +195,15 @@ class ControllerDecisions(ControllerCallback):
     def _save_first(self, tracker: RayTracker, workers: int) -> None:
         # A save that is under way already is of a step before this one: it is not the one that is waited for.
         number = tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
-        deadline = time.monotonic() + self._save_timeout_s
+        asked = time.monotonic()
+        deadline = asked + self._save_timeout_s
         while time.monotonic() < deadline and self._group.hang is None:
-            if tracker.call("status")["settled_request"] >= number:
+            status = tracker.call("status")
+            if status["settled_request"] >= number:
                 return
+            if status["leaving"]:
+                # They save and go by themselves, perhaps before they heard of this.
+                deadline = min(deadline, asked + HOLD_S)
             time.sleep(0.05)
         logger.warning(
             "the save before the resize did not finish within %g s", self._save_timeout_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_ckpt.checkpoint.names import checkpoint_name
-from ray_ckpt.policy.departure import SaveTimes, decide_departure
+from ray_ckpt.policy.departure import Departure, SaveTimes, decide_departure
 from ray_ckpt.tracker.checkpoint_memory import DURABLE
 from ray_ckpt.tracker.pace import Pace
 from ray_ckpt.tracker.places import Places
@@ -58,6 +58,7 @@ class Departures:
         self._clock = clock
         self._drains: dict[str, Drain] = {}
         self._told: set[tuple[int, str, float | None]] = set()
+        self._left = 0  # newest attempt whose workers were let go
         self._terminated: set[str] = set()  # nodes with a worker of the attempt that got SIGTERM
 
     # ---- what is told ---------------------------------------------------------------------------
@@ -101,8 +102,7 @@ class Departures:
         left_s = None if first.deadline is None else first.deadline - self._clock()
         for drain in going:
             self._notice(drain)
-        times = self._times(saving=leave is not None)
-        decision = decide_departure(left_s, times, self._options.drain_margin_s)
+        decision = self._decision(left_s, saving=leave is not None)
         if decision.action == "wait" or (leave is not None and decision.action == "save"):
             return
         if (
@@ -134,7 +134,12 @@ class Departures:
         name = checkpoint_name(step, generation)
         if name not in self._memory.committed:
             return f"step {step} is not committed"
-        return self._places.survives(name, going)
+        problem = self._places.survives(name, going)
+        if not problem and self._left != generation:
+            self._left = generation
+            # No step is made any more: whoever asked for a save has it.
+            self._record("left", step=step, request=self._memory.save_requests)
+        return problem
 
     def begin_attempt(self) -> None:
         """Another worker group: none of its processes was told to end."""
@@ -159,6 +164,16 @@ class Departures:
             reason=reason,
             step=self._standing.step,
         )
+
+    def _decision(self, left_s: float | None, *, saving: bool) -> Departure:
+        memory, step = self._memory, self._standing.step
+        held = memory.hold_s > 0 and memory.settled_request == memory.save_requests
+        if held and step == memory.last_commit_step:
+            # Whoever has the node saved before it is drained: nothing is to be done but to go.
+            reason = f"the run stands still after step {step}, which is saved"
+            return Departure(action="save", reason=reason)
+        times = self._times(saving=saving)
+        return decide_departure(left_s, times, self._options.drain_margin_s)
 
     def _failed_since(self, leave: Mapping[str, Any]) -> bool:
         memory = self._memory

@@ -256,6 +256,9 @@ class RunMemory(CheckpointMemory, FailureMemory):
     def _on_leave_requested(self, event: dict[str, Any]) -> None:
         self.leave = event
 
+    def _on_left(self, event: dict[str, Any]) -> None:
+        self.settled_request = max(self.settled_request, int(event["request"]))
+
     def _on_stop_requested(self, event: dict[str, Any]) -> None:
         self.stop_request = str(event["reason"])
 

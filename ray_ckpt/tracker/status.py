@@ -45,6 +45,7 @@ def status_of(
         "commits": memory.commits,
         "failed_saves": memory.failed_saves,
         "refused": memory.refused,
+        "leaving": memory.leave is not None,
         "settled_request": memory.settled_request,
         "saves_settled": memory.commits + memory.refused,
         "last_commit_step": memory.last_commit_step,

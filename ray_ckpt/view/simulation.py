@@ -11,7 +11,6 @@ import numpy as np
 from ray_ckpt.policy.replay import Totals
 from ray_ckpt.policy.scenes import LEARNS, Contest, Scene, band
 from ray_ckpt.policy.words import DAY_S, percent, seconds
-from ray_ckpt.simulate_options import Asked
 from ray_ckpt.view.page import still_page
 from ray_ckpt.view.plot import NARROW, Axis, Line, Mark, plot
 
@@ -31,7 +30,7 @@ def times_of(contest: Contest) -> list[float]:
 
 
 def simulation_page(
-    asked: Asked, played: Played, rows: list[dict[str, Any]], about: dict[str, Any]
+    contest: Contest, played: Played, rows: list[dict[str, Any]], about: dict[str, Any]
 ) -> str:
     """One file with everything in it, which loads nothing."""
     scene, totals = played[0]
@@ -43,15 +42,15 @@ def simulation_page(
         ("failures a run", f"{about['failures_per_run']:.0f}"),
         ("stall", seconds(scene.setting.tiers[0].stall_s)),
         ("restart", seconds(about["restart_s"])),
-        ("seed", f"{asked.contest.seed}"),
+        ("seed", f"{contest.seed}"),
     ]
     pairs = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
     sections = [
         f'<section class="card"><dl class="facts">{pairs}</dl></section>',
-        _interval_section(asked.contest, played, own),
+        _interval_section(contest, played, own),
         '<div class="two">',
-        _waste_section(asked.contest, scene, totals),
-        _goodput_section(asked.contest, played),
+        _waste_section(contest, scene, totals),
+        _goodput_section(contest, played),
         "</div>",
         *(_table(each, rows) for each, _ in played),
     ]

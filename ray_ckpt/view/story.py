@@ -172,6 +172,10 @@ def _leave_requested(e: dict[str, Any]) -> str:
     return f"the workers {what} ({e['cause']}){why}"
 
 
+def _left(e: dict[str, Any]) -> str:
+    return f"step {e['step']} is safe: the workers leave"
+
+
 def _resize_decision(e: dict[str, Any]) -> str:
     what = (
         f"goes to {_workers(e['workers'])}" if e["why"] in ("grow", "shrink") else "does not grow"
@@ -249,6 +253,7 @@ _TELLERS = {
     "stop_requested": _stop_requested,
     "drain_notice": _drain_notice,
     "leave_requested": _leave_requested,
+    "left": _left,
     "resize_decision": _resize_decision,
     "quarantine": _quarantine,
     "trouble": _trouble,

@@ -113,5 +113,14 @@ def test_the_generator_is_looked_at_after_each_pass_whoever_makes_it() -> None:
     assert batch_of(2).rng_digest == 0
 
 
+@settings(max_examples=30)
+@given(st.lists(st.floats(width=32), max_size=6))
+def test_losses_on_another_device_are_taken_there_and_add_up_alike(values: list[float]) -> None:
+    here, there = batch_of(0), batch_of(0)
+    here._losses = list(values)
+    there._losses = [torch.tensor(value) for value in values]
+    assert here.loss == there.loss
+
+
 def test_a_rank_that_only_keeps_company_has_no_loss() -> None:
     assert run(batch_of(0, company=1), [1.0]) == (0, 0)

@@ -268,3 +268,40 @@ def test_a_save_that_the_guard_refuses_settles_a_request_too(run: Run) -> None:
     run.train(1)
     assert not run.core.commit(run.generation, run.written(run.step, request=number, guard=bad()))
     assert run.core.status()["settled_request"] == number
+
+
+@pytest.mark.parametrize("left_s", [3.0, 600.0])
+def test_a_run_that_stands_still_goes_at_once_with_what_it_has(run: Run, left_s: float) -> None:
+    """As a node that has the runs saved and then drains itself: there is no time for another save, nor need."""
+    number = run.core.request_save("the node goes", hold_s=90.0)
+    run.save(request=number)
+    drain(run, left_s)
+    leave = run.train(0).leave
+    assert leave is not None
+    assert leave.saves
+    assert run.core.obstacle(run.generation, run.step) == ""
+    assert "stands still" in run.journal("leave_requested")[0]["reason"]
+
+
+def test_a_run_that_stood_still_and_went_on_is_not_saved_any_more(run: Run) -> None:
+    number = run.core.request_save("the node goes", hold_s=1.0)
+    run.save(request=number)
+    run.train(1)
+    drain(run, 3.0)
+    leave = run.train(0).leave
+    assert leave is not None
+    assert not leave.saves
+
+
+def test_once_the_workers_may_go_every_request_is_settled(run: Run) -> None:
+    drain(run, 8.0)
+    assert run.train(1).leave is not None
+    number = run.core.request_save("a resize, at the same time", hold_s=60.0)
+    run.save()
+    assert run.core.status()["settled_request"] < number
+    assert run.core.status()["leaving"]
+    for _ in range(2):
+        assert run.core.obstacle(run.generation, run.step) == ""
+    assert run.core.status()["settled_request"] == number
+    assert [line["step"] for line in run.journal("left")] == [run.step]
+    assert run.fold().settled_request == number

@@ -334,7 +334,7 @@ def test_a_hang_that_is_found_while_a_resize_waits_for_its_save_is_told_as_a_han
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stage = Stage(tmp_path, at(8, "agree"), None)
-    stage.status |= {"saves_settled": 3, "settled_request": 0}
+    stage.status |= {"saves_settled": 3, "settled_request": 0, "leaving": False}
     hang = stage.until_found(100)
     monkeypatch.setattr(callbacks, "RayTracker", lambda run: stage)
     monkeypatch.setattr(callbacks.time, "sleep", lambda seconds: setattr(group, "hang", hang))

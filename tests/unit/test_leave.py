@@ -68,11 +68,13 @@ def run(tmp_path: Path) -> Run:
 
 def test_a_run_holds_after_the_save_and_the_node_leaves_once_it_is_durable(run: Run) -> None:
     def train(turn: int) -> None:
+        if turn == 1:
+            run.save()  # one that was under way: steps have been made since
         if turn == 3:
             directive = run.train(1)
             assert directive.save_request  # a save at this step, and no step after it
             assert directive.hold_s == 10.0
-            run.save()
+            run.save(request=directive.save_request)
 
     node = Leaving(train)
     assert node.save({"demo": Direct(run)}, "node-a") == []
@@ -91,7 +93,7 @@ def test_a_run_without_workers_on_the_node_is_left_alone(run: Run) -> None:
 
 
 def test_with_the_head_all_runs_end_so_all_are_saved(run: Run) -> None:
-    node = Leaving(lambda turn: run.save() and None)
+    node = Leaving(lambda turn: run.save(request=1) and None)
     assert node.save({"demo": Direct(run)}, None) == []
     assert len(run.journal("save_requested")) == 1
 
@@ -123,7 +125,7 @@ def test_a_run_that_ends_does_not_keep_the_node_from_saving_another(
     def meanwhile(turn: int) -> None:
         ending.gone = True
         if turn == 2:
-            other.save()
+            other.save(request=1)
 
     node = Leaving(meanwhile)
     trackers = {"dead": dead, "demo": ending, "other": Direct(other)}

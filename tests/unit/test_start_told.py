@@ -54,7 +54,9 @@ class Controller:
         if method == "request_save":
             return 1
         return (
-            Verdict(go_on=True, reason="") if method == "interruption" else {"settled_request": 0}
+            Verdict(go_on=True, reason="")
+            if method == "interruption"
+            else {"settled_request": 0, "leaving": False}
         )
 
     def look(self, times: int) -> None:

@@ -95,6 +95,7 @@ LINES: list[tuple[dict[str, Any], str]] = [
         {"event": "leave_requested", "cause": "rank 1 got SIGTERM", "saves": False, "reason": "rank 1 got SIGTERM"},
         "the workers LEAVE WITHOUT A SAVE (rank 1 got SIGTERM)",
     ),
+    ({"event": "left", "step": 134, "request": 0}, "step 134 is safe: the workers leave"),
     (
         {"event": "resize_decision", "possible": 5, "workers": 4, "why": "grow", "reason": "faster"},
         "the cluster has room for 5 workers, the run goes to 4 workers: faster",

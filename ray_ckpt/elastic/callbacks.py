@@ -2,7 +2,8 @@
 
 Three callbacks, because Ray tells worker errors to a ``UserCallback``, the workers themselves to a
 ``WorkerGroupCallback`` and decisions to a ``ControllerCallback`` (developer API, read in Ray 2.60). They share
-one object in the controller's process.
+one object in the controller's process, with the watch over hangs (:mod:`ray_ckpt.elastic.hangs`). Which nodes get no
+workers is a callback by itself (:mod:`ray_ckpt.elastic.avoidance`).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def scrape():
 
 # A gauge is set on a tick of 5 s and exported every 10 s.
 deadline = time.monotonic() + 40
-while "ray_ckpt_last_commit_age_seconds" not in (names := scrape()) and time.monotonic() < deadline:
+while "ray_ckpt_copy_age_seconds" not in (names := scrape()) and time.monotonic() < deadline:
     time.sleep(1)
 head = ray.get_runtime_context().get_node_id()
 logs = [name for names in list_logs(node_id=head).values() for name in names]
@@ -93,7 +93,7 @@ def look_at_the_dashboard(cluster: LocalCluster) -> None:
     assert "ray_ckpt.tracker:story" in found["actors"]
     assert "commit step-00000020" in found["tasks"]
     assert "ray_ckpt-story.log" in found["logs"]
-    gauges = {"ray_ckpt_step", "ray_ckpt_world_size", "ray_ckpt_last_commit_age_seconds"}
+    gauges = {"ray_ckpt_step", "ray_ckpt_world_size", "ray_ckpt_copy_age_seconds"}
     assert gauges | {"ray_ckpt_commits_total"} <= set(found["metrics"])
 
 

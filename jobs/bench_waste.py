@@ -81,8 +81,10 @@ class _Run:
             "--seq-len": SEQ_LEN,
             "--steps": 1_000_000,
             "--policy.prior-mtbf-s": mtbf_s,
-            # Failures at the same step are what is asked for here, and no crash loop.
+            # So many failures are what is asked for here, and no crash loop.
             "--elastic.same-failure-tries": 1000,
+            "--elastic.max-failures": "worker_error=0",
+            "--elastic.backoff-s": 0,
         }
         flags = [str(word) for pair in options.items() for word in pair]
         command = [sys.executable, "jobs/pretrain.py", *flags]

@@ -3,6 +3,9 @@
 Python runs a handler between two of its own instructions, in the main thread. So the handler only makes the mark; it
 rides with the sums at the end of the step (:mod:`ray_ckpt.elastic.control`), and the state is touched there alone.
 Further signals change nothing: whoever means it sends SIGKILL.
+
+A forked child is none of that, and ends by SIGTERM as it would without us. One that gets it in its first moment would
+not: Python forgets signals that it has taken and not handled when it forks. So they wait until the child is whole.
 """
 
 from __future__ import annotations
@@ -31,6 +34,22 @@ class _Mark:
 
 
 _mark = _Mark()
+_forking = threading.local()  # the signals that its thread did not take before it began to fork
+
+
+def _before_fork() -> None:
+    if _mark.pid == os.getpid():
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork() -> None:
+    mask = getattr(_forking, "mask", None)
+    if mask is not None:
+        _forking.mask = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def listen() -> bool:

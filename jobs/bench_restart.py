@@ -41,6 +41,8 @@ from ray_ckpt.options import parse, run_main  # noqa: E402
 from ray_ckpt.tracker.journal import STEPS_NAME, read_lines  # noqa: E402
 
 NODES, GLOBAL_BATCH, SEQ_LEN, EVERY = 3, 12, 128, 30
+# A worker on each node, and a CPU beside it: the tasks that read for Ray's own loop would find none else.
+NODE_CPUS, WORKER_CPUS = 3, 2
 PATIENCE_S = 300.0
 EVENTS = ("worker error", "node kill", "node added", "drain")
 DRAIN_S = 20.0
@@ -96,6 +98,7 @@ def ours(storage: Path, data: Path) -> list[str]:
         "--seq-len": SEQ_LEN,
         "--steps": 1_000_000,
         "--policy.interval-steps": EVERY,
+        "--elastic.cpus-per-worker": WORKER_CPUS,
     }
     flags = [str(word) for pair in options.items() for word in pair]
     return [sys.executable, "jobs/pretrain.py", *flags]
@@ -111,6 +114,7 @@ def stock(storage: Path, data: Path) -> list[str]:
         "global_batch": GLOBAL_BATCH,
         "every": EVERY,
         "workers": NODES,
+        "cpus": WORKER_CPUS,
     }
     return [sys.executable, "jobs/bench_stock.py", json.dumps(config)]
 
@@ -215,7 +219,7 @@ def measure(contender: Contender, data: Path) -> list[dict[str, Any]]:
     """One contender's way through the events, on a cluster of its own."""
     with (
         tempfile.TemporaryDirectory(prefix="bench-restart-") as folder,
-        LocalCluster(NODES, 1, settings=contender.settings) as cluster,
+        LocalCluster(NODES, NODE_CPUS, settings=contender.settings) as cluster,
     ):
         storage = Path(folder)
         job = cluster.submit(contender.command(storage, data), working_dir=ROOT)

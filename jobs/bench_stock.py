@@ -82,7 +82,9 @@ def main() -> int:
     trainer = TorchTrainer(
         train,
         train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=(1, config["workers"])),
+        scaling_config=ScalingConfig(
+            num_workers=(1, config["workers"]), resources_per_worker={"CPU": config["cpus"]}
+        ),
         run_config=RunConfig(
             name="stock",
             storage_path=config["storage"],

@@ -112,8 +112,13 @@ class _Run:
                 os.kill(process.pid, signal.SIGKILL)
 
 
-def outcome(run_dir: Path) -> dict[str, Any]:
-    """What was lost for each useful second, and what should have been; with the numbers that it follows from."""
+def outcome(run_dir: Path, prior_mtbf_s: float) -> dict[str, Any]:
+    """What was lost for each useful second, and what should have been; with the numbers that it follows from.
+
+    Args:
+        run_dir: the run's folder.
+        prior_mtbf_s: what the run believed before it saw failures, seconds.
+    """
     ledger, memory = read_ledger(run_dir), recall(run_dir)
     if ledger is None or not memory.commits:
         raise RayCkptError(f"{run_dir}: nothing was trained, or nothing saved")
@@ -121,7 +126,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     useful = buckets["useful"]
     saving = buckets["stall"] + buckets["slowdown"]
     restarts = [restart.seconds for restart in ledger.restarts if restart.complete]
-    belief = FailureModel(ScalePrior(job_mtbf_s=24 * 3600.0), memory.seen()).at(1)
+    belief = FailureModel(ScalePrior(job_mtbf_s=prior_mtbf_s), memory.seen()).at(1)
     interval, cost = useful / memory.commits, saving / memory.commits
     upload, restart = memory.upload_s or 0.0, statistics.fmean(restarts)
 
@@ -163,7 +168,7 @@ def measure(config: BenchConfig) -> dict[str, Any]:
                 run.strike()
                 print(f"failure {number + 1}, of attempt {attempt}", flush=True)
             run.wait_for_steps(attempt)
-        return outcome(run.folder)
+        return outcome(run.folder, config.mtbf_s)
 
 
 def main() -> int:

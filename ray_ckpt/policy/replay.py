@@ -3,7 +3,7 @@
 The same code decides here as in a run (:mod:`ray_ckpt.policy.contenders`): a policy is asked again after each failure,
 after each change of size, and after each stretch without one. All runs go through their failures side by side, as
 arrays, so that thousands of weeks take seconds; what happens inside a stretch is arithmetic, and
-:mod:`ray_ckpt.policy.witness` is the slow witness for it. The rules:
+`tests/witness.py` is the slow witness for it. The rules:
 
 - A failure needs the tier that outlives its kind. What was computed since the newest usable copy there is lost, faster
   tiers and uploads in flight with it. A failure during a restart begins it again.

@@ -25,7 +25,6 @@ from ray_ckpt.view.gallery import Gallery
 from ray_ckpt.view.page import live_page
 from ray_ckpt.view.shelf_rows import SHOWS
 
-PAGE_PATH = "/checkpoints"
 RUNS_PATH = "/api/ray_ckpt/runs"
 MOST_ROWS = 1000
 _COMPRESS_ABOVE = 2048

@@ -19,7 +19,7 @@ from ray_ckpt.policy.limits import IntervalLimits
 from ray_ckpt.policy.replay import Totals, replay
 from ray_ckpt.policy.setting import Fleet, Setting, one_tier, shared_out
 from ray_ckpt.policy.tiers import TierCost, plan_intervals
-from ray_ckpt.policy.witness import Witness
+from tests.witness import Witness
 
 DAY_S = 86400.0
 LIMITS = IntervalLimits(min_s=1.0, max_s=DAY_S)

@@ -13,8 +13,6 @@ from ray_ckpt.policy.interval import waste
 from ray_ckpt.policy.limits import IntervalLimits
 from ray_ckpt.policy.replay import Totals, replay
 from ray_ckpt.policy.setting import Setting, one_tier
-from ray_ckpt.policy.simulate import simulate
-from ray_ckpt.policy.tiers import TierCost
 
 DAY_S = 86400.0
 LIMITS = IntervalLimits(min_s=1.0, max_s=6 * 3600.0)
@@ -46,19 +44,6 @@ def test_the_time_of_a_run_adds_up(
     for part in (found.useful_s, found.save_s, found.rework_s, found.restart_s):
         assert (part >= -1e-6).all()
     assert found.wall_s == pytest.approx(np.full(5, 5 * DAY_S))
-
-
-@pytest.mark.parametrize(("upload_s", "interval_s"), [(0.0, 600.0), (120.0, 600.0), (400.0, 450.0)])
-def test_it_agrees_with_the_simulation_event_by_event(upload_s: float, interval_s: float) -> None:
-    mtbf_s = 7200.0
-    where = setting(mtbf_s, stall_s=20.0, upload_s=upload_s, restart_s=300.0)
-    found = run(interval_s, where, runs=60, wall_s=30 * DAY_S)
-    tier = TierCost(
-        name="t", stall_s=20.0, upload_s=upload_s, restart_s=300.0, failures_per_s=1 / mtbf_s
-    )
-    rng = np.random.default_rng(3)
-    witness = [simulate([tier], [int(interval_s)], 1.0, 25 * DAY_S, rng).waste for _ in range(12)]
-    assert found.waste.mean() == pytest.approx(np.mean(witness), rel=0.05)
 
 
 def test_for_rare_failures_it_is_the_first_order_formula() -> None:

@@ -104,9 +104,10 @@ class Holders:
         except RayCkptError as error:
             logger.warning("node %s: %s", node, error)
 
-    def late(self, node: str, ticket: Any) -> None:
+    def late(self, node: str, ticket: Any, now_s: float) -> None:
         """Notes a call that was waited for in vain."""
         self._late[node] = ticket
+        self._health.hurry(node, now_s)
 
     def ask(self, node: str) -> None:
         """Asks one holder what it has; the answer is taken later."""
@@ -121,8 +122,16 @@ class Holders:
 
     # ---- those that are gone --------------------------------------------------------------------
 
-    def lost(self, node: str, error: RayCkptError | None = None) -> None:
-        """Another holder takes the place of one that is gone."""
+    def lost(self, node: str, error: RayCkptError | None = None, called: str | None = None) -> None:
+        """Another holder takes the place of one that is gone.
+
+        Args:
+            node: of it.
+            error: what a call of it ended with.
+            called: name of the holder that was called, where others may have seen to it meanwhile.
+        """
+        if called is not None and self._fleet.names().get(node) != called:
+            return
         if error is None or isinstance(error, HolderGoneError):
             self._health.forget(node)
             self._drops.leave(node)

@@ -51,6 +51,9 @@ class Holders:
         self._also: tuple[str, ...] = ()
         self._handed_out: dict[str, str] = {}  # node to the holder that workers were told of
         self._revivals = 0
+        self._silent: set[str] = (
+            set()
+        )  # nodes that did not tell what they have, when they were asked last
 
     # ---- who there is ---------------------------------------------------------------------------
 
@@ -59,6 +62,10 @@ class Holders:
         self._greeted.clear()
         self._nodes = tuple(dict.fromkeys(node for node in nodes if node))
         self._also, self._revivals = tuple(also), 0
+        for node in self._silent:
+            self._fleet.renew(
+                node
+            )  # a whole group stands still for this: nobody is waited for twice
         self._gather()
 
     def _gather(self) -> None:
@@ -68,7 +75,9 @@ class Holders:
 
     def refresh(self) -> None:
         """Asks the holders what they have: a node may be gone."""
-        for problem in self._book.take(inventories(self._fleet)):
+        found = inventories(self._fleet)
+        self._silent = self._fleet.names().keys() - found.keys()
+        for problem in self._book.take(found):
             self._hooks.record("alert", name="tiers", problem=problem)
 
     @property

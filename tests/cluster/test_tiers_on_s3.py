@@ -76,9 +76,6 @@ def test_two_nodes_die_while_the_object_store_fails_every_third_request(tmp_path
         cluster.kill("node1")
         cluster.kill("node2")
         wait(cluster, job, run_dir, lambda row: row["world_size"] == 2)
-        copies = ray_ckpt(cluster, "verify", str(run_dir), "--nodes", "--address", cluster.address)
-        assert {"memory", "local"} <= {row["tier"] for row in copies}
-        assert all(row["ok"] for row in copies), copies
         assert cluster.wait_job(job, 200) == "SUCCEEDED", cluster.job_logs(job)[-6000:]
         refused = store.done[0]
         assert refused > 20, "the store did fail"

@@ -157,6 +157,21 @@ def test_a_holder_that_was_replaced_while_a_commit_waited_is_not_ended_for_it(
     assert place.exists()
 
 
+def test_a_holder_that_was_silent_when_the_attempt_ended_is_not_waited_for_again(
+    world: World,
+) -> None:
+    before = dict(world.fleet.holders)
+    world.fleet.stuck = {("b", "inventory")}
+    world.tracker.interruption("worker_error", "it failed", group="g1")
+    assert world.fleet.holders == before, "nobody is ended while nobody waits for a new one"
+    world.fleet.stuck = set()
+    attempt = world.begin(["a", "b"])
+    assert world.fleet.holders["a"] is before["a"]
+    assert world.fleet.holders["b"] is not before["b"]
+    assert attempt.plan.name == "step-00000010-g1", "the new one finds what the old one held"
+    assert world.provided(attempt.plan, "b") is not None
+
+
 def test_whoever_was_waited_for_in_vain_is_asked_at_once_whether_it_lives(tmp_path: Path) -> None:
     fleet = LocalFleet(tmp_path / "nodes", TWO, tmp_path / "run")
     fleet.gather(["a", "b"])

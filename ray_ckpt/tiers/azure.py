@@ -3,7 +3,7 @@
 ``FileSystem.from_uri`` of pyarrow (26.0) takes no key of an account and no SAS token, not even from the address, and
 asks for a token of a user or a machine instead. Both are common, and emulators know nothing else; so with
 ``AZURE_STORAGE_KEY`` or ``AZURE_STORAGE_SAS_TOKEN`` in the environment, as Azure's own tools read them, the file system
-is built here. Without either it is pyarrow's business: a managed identity, or what ``AZURE_CLIENT_ID`` and its like say.
+is built here. Without either it is pyarrow's business: a managed identity, or what ``AZURE_CLIENT_ID`` and so on say.
 """
 
 from __future__ import annotations

@@ -100,15 +100,17 @@ def test_while_a_commit_waits_for_a_stopped_holder_the_tracker_serves_all_other_
         os.close(writer)
 
 
-def waiting_once(do: Callable[[], Any]) -> Callable[[], Any]:
-    """What others do in their turn while a commit waits."""
+def waiting_once(do: Callable[[], Any], *, answered: bool) -> Callable[[], Any]:
+    """What others do in their turn while a commit waits, before or after its nodes have answered."""
     left = [do]
 
     @contextmanager
     def waiting() -> Iterator[None]:
-        if left:
+        if left and not answered:
             left.pop()()
         yield
+        if left:
+            left.pop()()
 
     return waiting
 
@@ -127,15 +129,20 @@ def test_a_commit_that_another_attempt_overtook_while_it_waited_changes_nothing(
     world: World,
 ) -> None:
     old = world.generation
-    world.waiting = waiting_once(lambda: world.begin(["a", "b"]))  # type: ignore[method-assign]
+    plans = list[Any]()
+    world.waiting = waiting_once(  # type: ignore[method-assign]
+        lambda: plans.append(world.begin(["a", "b"]).plan), answered=True
+    )
     with pytest.raises(StaleGenerationError, match="attempt 2 began"):
         world.save(15)
     assert world.generation == old + 1
     assert [e["step"] for e in world.events("commit")] == [10]
     assert not world.events("save_failed")
-    # What the nodes have of it is the business of the attempt that began: it may restore it.
-    for node in ("a", "b"):
-        assert (world.fleet.root(node) / CHECKPOINTS_DIR / "step-00000015-g1").is_dir()
+    # All nodes had committed it: it is what the attempt that began restores.
+    [plan] = plans
+    assert plan.name == "step-00000015-g1"
+    assert world.provided(plan, "a") is not None
+    world.tracker.restored(world.generation, 15, 0.1, plan.name, "r")
     assert world.save(20)
 
 
@@ -146,7 +153,7 @@ def test_a_holder_that_was_replaced_while_a_commit_waited_is_not_ended_for_it(
         world.fleet.renew("b")
         world.fleet.gather(["b"])
 
-    world.waiting = waiting_once(replace)  # type: ignore[method-assign]
+    world.waiting = waiting_once(replace, answered=False)  # type: ignore[method-assign]
     assert not world.save(15)
     assert "another one took its place" in world.events("save_failed")[-1]["error"]
     new = world.fleet.holders["b"]

@@ -20,7 +20,9 @@ from tests.tier_world import World
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("quick_disk")]
 
-THREE = Stack(use=("memory", "local", "durable"), local_folder="/of/each/node", replicas=1)
+THREE = Stack(
+    use=("memory", "local", "durable"), local_folder="/of/each/node", replicas=1, memory_keep=3
+)
 METRICS = {"loss": 2.5, "validation_loss": 2.75}
 
 

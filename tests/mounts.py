@@ -42,7 +42,7 @@ def fill(place: Path) -> Path:
 
 
 class BreakableDisk:
-    """A disk in a file that can be taken away below it: then what is read fails with EIO, and what is written as well.
+    """A disk in a file that can be taken away below it: then what is read of it fails with EIO, and writes fail too.
 
     Args:
         folder: for the file; a disk of its own.

@@ -8,9 +8,11 @@ call takes, and what the optimizer's step waits for the copy; between the two a 
 takes. The state and the files are warm: of a restore the processor's part is measured, not the disk's. ``--folder`` is
 where the files go, which decides what a write costs.
 
-Time to commit is measured twice, and each held against a raw write under the same conditions: with nothing beside it,
-and beside a computing main thread, as in training; on a machine with as many ranks as cores the second tells more of
-the cores than of the saver. The memory tier is the same saver with its files in ``/dev/shm``; its restore is what a
+Time to commit is measured twice, and each compared with a raw write under the same conditions: with nothing beside it,
+and beside a computing main thread, as in training. The second is held against its limit only where a rank has a core
+beside the one that it computes on. Where all cores compute, whatever takes processor time waits for it, and a commit
+takes more of that than a raw write does: for each byte also the copy and the checksum. Then the ratio is told. The
+memory tier is the same saver with its files in ``/dev/shm``; its restore is what a
 holder does on one node: every byte compared, then loaded from there. A replica is a copy to another process over TCP,
 compared on the way.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import statistics
 import tempfile
 import threading
@@ -68,6 +71,7 @@ LIMITS = {
     "restore_over_copy": 3.0,
     "restore_over_best_peer": 1.0,
 }
+BESIDE = "commit_beside_over_raw_write_beside"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,6 +345,28 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
+def held(found: dict[str, float], world: int, cores: int) -> list[dict[str, Any]]:
+    """The ratios of one world against their limits.
+
+    Args:
+        found: name to ratio.
+        world: ranks.
+        cores: of the machine.
+    """
+    told = {BESIDE} if cores < 2 * world else set()
+    return [
+        {
+            "name": f"{name}_{world}",
+            "ranks": world,
+            "value": value,
+            "limit": LIMITS[name],
+            "held": name not in told,
+            "ok": name in told or value <= LIMITS[name],
+        }
+        for name, value in found.items()
+    ]
+
+
 def show(rows: list[dict[str, Any]], mib: int) -> None:
     """Prints the table."""
     heads = (
@@ -391,14 +417,12 @@ def main() -> int:
             rows.append({"ranks": 1, "what": "replica to another process", "seconds": seconds})
             print(f"replica of {config.mib} MiB over TCP, compared on the way: {seconds:.3f} s")
         print(f"saved by {world}, restored by {3 - world}: {resharded:.2f} copies of that world")
-        for name, value in ratios(times).items():
-            ok = value <= LIMITS[name]
-            targets.append(
-                {"name": f"{name}_{world}", "value": value, "limit": LIMITS[name], "ok": ok}
-            )
+        targets += held(ratios(times), world, os.cpu_count() or 1)
     for target in targets:
         word = "ok" if target["ok"] else "MISSED"
-        print(f"{target['name']:<32}{target['value']:>8.3f}  limit {target['limit']:<6}{word}")
+        if not target["held"]:
+            word = f"not held: {target['ranks']} ranks compute on {os.cpu_count()} cores"
+        print(f"{target['name']:<40}{target['value']:>8.3f}  limit {target['limit']:<6}{word}")
     if config.json:
         document = {"targets": targets, "rows": rows, "versions": versions()}
         Path(config.json).write_text(json.dumps(document, indent=1))

@@ -46,6 +46,8 @@ NODE_CPUS, WORKER_CPUS = 3, 2
 PATIENCE_S = 300.0
 EVENTS = ("worker error", "node kill", "node added", "drain")
 DRAIN_S = 20.0
+# Nodes share the cores of this machine: threads of more workers than cores would wait for each other, spinning.
+THREADS = {"OMP_NUM_THREADS": "1"}
 # Ray's own: period, timeout and failures of its health checks are left as they are.
 RAY_DEFAULT = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -248,8 +250,10 @@ def targets_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> int:
     """Measures, prints a table, and holds the ratios against their limits."""
     config = parse(BenchConfig)
-    settings = Settings(page=False)
-    default = settings if config.same_cluster else Settings(page=False, extra_env=RAY_DEFAULT)
+    settings = Settings(page=False, extra_env=THREADS)
+    default = Settings(page=False, extra_env={**RAY_DEFAULT, **THREADS})
+    if config.same_cluster:
+        default = settings
     contenders = [
         Contender("stock", stock, lambda storage: storage / "lines.jsonl", default),
         Contender("ours", ours, lambda storage: storage / "ours" / STEPS_NAME, settings),

@@ -24,7 +24,6 @@ Exit code 0 only when all targets hold.
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -44,6 +43,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from bench_report import conclude, target_of
 from bench_savers import (
     RawCopy,
     SaverUnderTest,
@@ -56,7 +56,6 @@ from bench_savers import (
     shared_memory,
 )
 
-from ray_ckpt.facts import versions
 from ray_ckpt.options import parse, run_main
 from ray_ckpt.prove.processes import free_port
 
@@ -345,28 +344,6 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def held(found: dict[str, float], world: int, cores: int) -> list[dict[str, Any]]:
-    """The ratios of one world against their limits.
-
-    Args:
-        found: name to ratio.
-        world: ranks.
-        cores: of the machine.
-    """
-    told = {BESIDE} if cores < 2 * world else set()
-    return [
-        {
-            "name": f"{name}_{world}",
-            "ranks": world,
-            "value": value,
-            "limit": LIMITS[name],
-            "held": name not in told,
-            "ok": name in told or value <= LIMITS[name],
-        }
-        for name, value in found.items()
-    ]
-
-
 def show(rows: list[dict[str, Any]], mib: int) -> None:
     """Prints the table."""
     heads = (
@@ -417,16 +394,16 @@ def main() -> int:
             rows.append({"ranks": 1, "what": "replica to another process", "seconds": seconds})
             print(f"replica of {config.mib} MiB over TCP, compared on the way: {seconds:.3f} s")
         print(f"saved by {world}, restored by {3 - world}: {resharded:.2f} copies of that world")
-        targets += held(ratios(times), world, os.cpu_count() or 1)
-    for target in targets:
-        word = "ok" if target["ok"] else "MISSED"
-        if not target["held"]:
-            word = f"not held: {target['ranks']} ranks compute on {os.cpu_count()} cores"
-        print(f"{target['name']:<40}{target['value']:>8.3f}  limit {target['limit']:<6}{word}")
-    if config.json:
-        document = {"targets": targets, "rows": rows, "versions": versions()}
-        Path(config.json).write_text(json.dumps(document, indent=1))
-    return 0 if all(target["ok"] for target in targets) else 1
+        cores = os.cpu_count() or 1
+        for name, value in ratios(times).items():
+            if name == BESIDE and cores < 2 * world:
+                print(
+                    f"{name}_{world}: {value:.3f}, not held: {world} ranks compute on {cores} cores"
+                )
+                rows.append({"ranks": world, "what": name, "not held": value})
+                continue
+            targets.append(target_of(f"{name}_{world}", value, LIMITS[name]))
+    return conclude(targets, rows, config.json, also=["torch_checkpointing"])
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ class Keeping:
         """What is known of a checkpoint, also of one that only nodes have."""
         name = entry.folder.name
         tiers = self.tiers(name, durable=entry.manifest is not None)
-        return facts_of(entry, self._lines.get(name), tiers)
+        # Of what is committed nowhere any more the journal tells what was.
+        line = self._lines.get(name) if tiers or entry.committed else None
+        return facts_of(entry, line, tiers)
 
     def on_nodes_alone(self, names: Collection[str]) -> list[str]:
         """Checkpoints that only nodes have, newest first, when these are those in the durable tier."""

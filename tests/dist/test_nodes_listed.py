@@ -100,8 +100,11 @@ def test_a_copy_that_is_gone_is_not_said_to_have_been_read_back(
     for path in (world.base / "nodes").glob("*/memory"):
         path.rename(path.with_name("gone"))
     world.begin(["a", "b", "c"])
+    left = world.run_dir / CHECKPOINTS_DIR / "step-00000025-g1"
+    left.mkdir()  # of a copy that came to nothing
     rows = {row["step"]: row for row in json.loads(call(capsys, "ls", world.run_dir, "--json"))}
-    assert 25 not in rows
+    assert rows[25]["tiers"] == []
+    assert rows[25]["committed_at"] is None, "it is committed nowhere any more"
     assert rows[20]["tiers"] == ["local"]
     assert set(rows[20]["read_back"]) == {"local"}
 

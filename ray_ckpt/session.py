@@ -269,13 +269,17 @@ class Session(ModelSession):
             )
         self._batch = None
         step = state.progress.step + 1
-        with self._roll.during(f"step_end() of step {step}"):
+        HERE.enter("agree")
+        begun_s = time.monotonic()
+        try:
             return self._end_step(state, batch, step, lr, grad_norm)
+        except RuntimeError as error:
+            self._roll.judge(error, f"step_end() of step {step}", begun_s)
+            raise
 
     def _end_step(
         self, state: TrainState, batch: Batch, step: int, lr: float, grad_norm: float | None
     ) -> Agreement:
-        HERE.enter("agree")
         loss, bad_losses = batch.loss
         wants_leave, unsaved = self._wants_leave()
         agreement = agree(
@@ -435,7 +439,8 @@ class Session(ModelSession):
         step = self.progress.step + 1
         reducer = self._spread_model()
         roll, clock = self._roll, self._clock
-        return Batch(passes, reducer, self._before_pass, self.device, roll, step, clock)
+        exact = self.config.exact
+        return Batch(passes, reducer, self._before_pass, self.device, roll, step, clock, exact)
 
     def _before_pass(self, micro: MicroStep) -> None:
         # In exact mode dropout must not know who computes a micro-batch, nor how often it was computed.

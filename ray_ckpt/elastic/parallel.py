@@ -10,8 +10,8 @@ equally many: the shorter ones repeat their last micro-batch with scale 0 (they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -64,23 +64,18 @@ class Averages:
     """
 
     def __init__(self, model: torch.nn.Module, addends: int) -> None:
-        self._model, self._addends = model, addends
+        self._model = model
+        self.scale = dist.get_world_size() / addends
         self.exponent = 0
 
-    @property
-    def scale(self) -> float:
-        return dist.get_world_size() / self._addends
-
-    @contextmanager
-    def one_pass(self, last: bool) -> Iterator[None]:
+    def one_pass(self, last: bool) -> AbstractContextManager[None]:
         if isinstance(self._model, DistributedDataParallel) and not last:
-            with self._model.no_sync():
-                yield
-            return
+            found: AbstractContextManager[None] = self._model.no_sync()
+            return found
         if isinstance(self._model, FSDPModule):
             # Unreduced gradients are whole and stay on the rank until the last pass.
             self._model.set_requires_gradient_sync(last)
-        yield
+        return nullcontext()
 
     def finish(self) -> bool:
         return True

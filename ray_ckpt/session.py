@@ -41,6 +41,7 @@ from ray_ckpt.elastic.leash import Leash
 from ray_ckpt.elastic.parallel import pads
 from ray_ckpt.elastic.passclock import PassClock
 from ray_ckpt.elastic.whereabouts import HERE
+from ray_ckpt.elastic.word import Word
 from ray_ckpt.ending import Ending
 from ray_ckpt.errors import StateError
 from ray_ckpt.facts import order_of
@@ -69,7 +70,7 @@ class Session(ModelSession):
         config: of the run.
         tracker: on rank 0, who to ask; None on the others.
         device: of this rank.
-        nodes: on rank 0, node of each rank, for the record.
+        nodes: node of each rank, for the record, and so that one worker of a node asks for all.
         node: of this rank.
         check: on every rank, asks the tracker whether an attempt, by its number, is the present one; None: nobody is
             there to be asked.
@@ -187,8 +188,13 @@ class Session(ModelSession):
         self._listener = Listener(self._steward) if self._talk.tracker is not None else None
         sigterm.listen()  # below Ray Train the main thread has done so (elastic/callbacks.py)
         if self._is_present is not None and self.config.elastic.leash_s:
-            present = partial(self._is_present, attempt.generation)
-            self._leash = Leash(present, self.config.elastic.leash_s)
+            mine = self._nodes.count(self._node)
+            self._leash = Leash(
+                partial(self._is_present, attempt.generation),
+                self.config.elastic.leash_s,
+                word=Word(self.config.run_dir, attempt.generation),
+                turn=self._nodes[: self.rank].count(self._node) / max(1, mine - 1),
+            )
             self._leash.start()
         self._usage = Usage(state, self.config.steps)
         self._seen = time.monotonic()

@@ -65,16 +65,19 @@ class Averages:
 
     def __init__(self, model: torch.nn.Module, addends: int) -> None:
         self._model = model
+        # Once, and not in each pass: what kind of model it is.
+        self._whole = model if isinstance(model, DistributedDataParallel) else None
+        self._shards = model if isinstance(model, FSDPModule) else None
         self.scale = dist.get_world_size() / addends
         self.exponent = 0
 
     def one_pass(self, last: bool) -> AbstractContextManager[None]:
-        if isinstance(self._model, DistributedDataParallel) and not last:
-            found: AbstractContextManager[None] = self._model.no_sync()
+        if self._whole is not None and not last:
+            found: AbstractContextManager[None] = self._whole.no_sync()
             return found
-        if isinstance(self._model, FSDPModule):
+        if self._shards is not None:
             # Unreduced gradients are whole and stay on the rank until the last pass.
-            self._model.set_requires_gradient_sync(last)
+            self._shards.set_requires_gradient_sync(last)
         return nullcontext()
 
     def finish(self) -> bool:

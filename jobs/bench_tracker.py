@@ -30,11 +30,11 @@ from typing import Any
 
 import ray
 import xxhash
+from bench_report import conclude, target_of
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
 from ray_ckpt.config import ElasticConfig
 from ray_ckpt.elastic.leash import FIRST_ASKS
-from ray_ckpt.facts import versions
 from ray_ckpt.local_ray import cluster as private_ray
 from ray_ckpt.options import parse, run_main
 from ray_ckpt.policy.decision import IntervalLimits
@@ -265,10 +265,7 @@ def main() -> int:
         "report_of_all_workers_s": all_times[0],
         "asked_by_every_node_s": asked_s,
     }
-    targets = [
-        {"name": name, "value": value, "limit": LIMITS[name], "ok": value <= LIMITS[name]}
-        for name, value in values.items()
-    ]
+    targets = [target_of(name, value, LIMITS[name]) for name, value in values.items()]
     rows: list[dict[str, Any]] = [
         {"what": f"commit of {config.ranks} ranks", "seconds": commit_times},
         {"what": f"journal of {config.events} events opened", "seconds": [open_s]},
@@ -280,13 +277,7 @@ def main() -> int:
     ]
     for row in rows:
         print(f"{row['what']:<40}{statistics.median(row['seconds']):>9.3f} s")
-    for target in targets:
-        word = "ok" if target["ok"] else "MISSED"
-        print(f"{target['name']:<32}{target['value']:>9.3f}  limit {target['limit']:<6}{word}")
-    if config.json:
-        document = {"targets": targets, "rows": rows, "versions": versions()}
-        Path(config.json).write_text(json.dumps(document, indent=1))
-    return 0 if all(target["ok"] for target in targets) else 1
+    return conclude(targets, rows, config.json)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 _DATA = "null"
-_SCRIPTS = ("base.js", "charts.js", "table.js", "run.js", "page.js")
+_SCRIPTS = ("base.js", "charts.js", "incidents.js", "table.js", "run.js", "page.js")
 
 
 @dataclass(frozen=True, slots=True)

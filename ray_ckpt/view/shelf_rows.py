@@ -52,6 +52,7 @@ class ShelfRows:
 
     def __init__(self, chronicle: Chronicle, look: ShelfLook | None) -> None:
         self._memory, gone = chronicle.memory, chronicle.gone
+        self._copied = chronicle.copied
         self._writing = self._memory.generation if self._memory.attempt_open else -1
         seen: Mapping[str, Seen] = look.entries if look is not None else {}
         entries = []
@@ -177,6 +178,7 @@ class ShelfRows:
             "guard": _guard(entry),
             "committed_at": self.saved_at(entry),
             "tiers": self.tiers(entry),
+            "copies": self._copied.get(entry.name),
             "verified_at": line and line.verified_at,
             "pins": sorted(self._memory.pins.get(entry.name, ())),
             "kept": None if verdict is None else list(verdict.reasons) if verdict.keep else [],

@@ -213,7 +213,9 @@ def page_path() -> str:
             return (_internal_kv_get(_PAGE, namespace=_NAMESPACE) or b"").decode()
     except Exception:
         # Whoever looks on must not stop a run.
-        logger.warning("where the dashboard has the page of checkpoints is not known", exc_info=True)
+        logger.warning(
+            "where the dashboard has the page of checkpoints is not known", exc_info=True
+        )
     return ""
 
 

@@ -243,7 +243,7 @@ def limits(memory: RunMemory) -> dict[str, Any]:
         if most
     ]
     same = 0
-    for failure in reversed(failed):
+    for failure in reversed(failed[-_KEPT:]):
         if failure.signature != failed[-1].signature:
             break
         same += 1
@@ -255,7 +255,7 @@ def limits(memory: RunMemory) -> dict[str, Any]:
 
 
 _RULE = LoopRule()
-_DEFAULT = {
+_DEFAULT: dict[str, Any] = {
     "tries": _RULE.tries,
     "on_loop": _RULE.on_loop,
     "budgets": dict(_RULE.budgets),

@@ -88,9 +88,7 @@ def embedded(document: Mapping[str, Any]) -> str:
     return text
 
 
-def _assembled(
-    data: str, page: str = "page.html", scripts: tuple[str, ...] = _SCRIPTS
-) -> Page:
+def _assembled(data: str, page: str = "page.html", scripts: tuple[str, ...] = _SCRIPTS) -> Page:
     style = _part("page.css")
     script = '"use strict";\n(() => {\n' + "\n".join(map(_part, scripts)) + "})();\n"
     policy = (

@@ -81,7 +81,9 @@ def _retention(e: dict[str, Any]) -> str:
 
 def _limits(e: dict[str, Any]) -> str:
     kinds = ", ".join(f"{most} of {kind}" for kind, most in dict(e["budgets"]).items() if most)
-    budget = f"; at most {kinds} within {human_duration(e['window_s'])} of training" if kinds else ""
+    budget = (
+        f"; at most {kinds} within {human_duration(e['window_s'])} of training" if kinds else ""
+    )
     return f"the same failure may come {e['tries']} times in a row (then: {e['on_loop']}){budget}"
 
 

@@ -124,7 +124,8 @@ def test_a_job_is_followed_from_its_log_through_the_death_of_a_node(
             cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        browser.js("{ const s = document.querySelector('#show'); s.value = 'pinned'; s.dispatchEvent(new Event('change')); }")
+        browser.js("document.querySelector('#show').value = 'pinned'")
+        browser.js("document.querySelector('#show').dispatchEvent(new Event('change'))")
         browser.wait(f"{NEWEST} === {newer!r}", 30)
         browser.wait_text("\u2691 pinned")
         browser.click("#rows button")

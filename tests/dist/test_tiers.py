@@ -163,7 +163,11 @@ def test_all_copies_are_read_when_somebody_asks_and_each_bad_one_is_named(tmp_pa
     assert path.read_bytes() == good, "the bad copy was replaced"
     # What came of it is on record, where those look who did not ask.
     [reading] = world.events("read_back")
-    assert (reading["copies"], reading["num_faults"], reading["nodes"]) == (len(rows), 1, ["a", "b"])
+    assert (reading["copies"], reading["num_faults"], reading["nodes"]) == (
+        len(rows),
+        1,
+        ["a", "b"],
+    )
     assert [(f["name"], f["tier"], f["path"]) for f in reading["faults"]] == [
         ("step-00000020-g1", "memory", "__0_0.distcp")
     ]

@@ -50,7 +50,9 @@ def saved_and_left(run: Run) -> None:
     assert run.core.obstacle(run.generation, run.step) == ""
 
 
-def end(run: Run, kind: str = "worker_error", cause: str = "rank 0: LeavingError: the attempt ends") -> None:
+def end(
+    run: Run, kind: str = "worker_error", cause: str = "rank 0: LeavingError: the attempt ends"
+) -> None:
     run.core.interruption(kind, cause, group=f"{kind} of {run.generation}")
 
 
@@ -60,7 +62,10 @@ def test_a_notice_is_there_before_anything_follows_with_its_deadline(run: Run) -
     leaving = newest(run)
     assert (leaving["nodes"], leaving["saves"], leaving["level"]) == (["spot-7"], None, "attention")
     assert leaving["deadline"] == pytest.approx(run.clock.now + 600.0, abs=3.0)
-    assert leaving["line"] == "node spot-7 will be taken away: the workers train on until it is time to save"
+    assert (
+        leaving["line"]
+        == "node spot-7 will be taken away: the workers train on until it is time to save"
+    )
 
 
 def test_a_save_that_made_it_says_by_how_much(run: Run) -> None:
@@ -110,7 +115,9 @@ def signalled(run: Run) -> None:
         (signalled, "ok", "the process of rank 1 got SIGTERM at step 20: step 20 was safe; no step lost"),
     ],
 )  # fmt: skip
-def test_how_it_ended_is_told(run: Run, what: Callable[[Run], None], level: str, words: str) -> None:
+def test_how_it_ended_is_told(
+    run: Run, what: Callable[[Run], None], level: str, words: str
+) -> None:
     what(run)
     leaving = newest(run)
     assert words in leaving["line"]
@@ -191,7 +198,9 @@ def test_the_limits_are_on_record_once_and_again_when_they_change(run: Run) -> N
     assert shown(run)["limits"]["budgets"] == []
 
 
-def test_slow_nodes_are_there_as_long_as_they_are_slow_and_sizes_with_their_reasons(run: Run) -> None:
+def test_slow_nodes_are_there_as_long_as_they_are_slow_and_sizes_with_their_reasons(
+    run: Run,
+) -> None:
     said = {"rank": 3, "factor": 1.8, "pace_s": 1.0, "others_s": 0.5, "saves": 3, "step": run.step}
     run.core._record("straggler", node="0123456789abcdef", **said)
     (slow,) = shown(run)["slow"]

@@ -124,10 +124,12 @@ LINES: list[tuple[dict[str, Any], str]] = [
     (
         {"event": "replicated", "name": "step-00000007-g1", "tier": "memory", "copies": 1, "wanted": 3, "first": True,
          "bytes": 0, "seconds": 2.0},
-        "step-00000007-g1 was read back in memory, and has 1 copy there (3 are wanted: too few nodes): 0 B moved in 2.0s",
+        "step-00000007-g1 was read back in memory, and has 1 copy there (3 are wanted: too few nodes): 0 B "
+        "moved in 2.0s",
     ),
     (
-        {"event": "promote", "name": "step-00000007-g1", "tier": "durable", "bytes": 3 << 20, "seconds": 2.0, "tries": 2},
+        {"event": "promote", "name": "step-00000007-g1", "tier": "durable", "bytes": 3 << 20, "seconds": 2.0,
+         "tries": 2},
         "step-00000007-g1 is in durable too: 3.0 MiB copied and compared in 2.0s, in 2 tries",
     ),
     (
@@ -174,7 +176,7 @@ LINES: list[tuple[dict[str, Any], str]] = [
         "DRILL FAILED: step-00000007-g1 was not restored to what it was: a",
     ),
     ({"event": "delete", "name": "s", "reason": "2 newer ones"}, "deleted s: 2 newer ones"),
-    ({"event": "delete", "name": "s", "tier": "memory", "reason": "2 newer ones"}, "deleted s from memory: 2 newer ones"),
+    ({"event": "delete", "name": "s", "tier": "memory", "reason": "r"}, "deleted s from memory: r"),
     (
         {"event": "delete_failed", "name": "s", "error": "denied"},
         "s could not be deleted, which is tried again after the next save: denied",

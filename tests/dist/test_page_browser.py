@@ -127,7 +127,10 @@ def check(page: Drawn) -> None:
     """The run is drawn in all its parts, and what its user wrote is text."""
     parts = {
         f"part-{name}"
-        for name in ("title", "tiles", "facts", "charts", "goodput", "alerts", "table", "story")
+        for name in (
+            *("title", "tiles", "facts", "charts", "goodput"),
+            *("alerts", "incidents", "table", "story"),
+        )
     }
     assert parts <= page.ids
     assert page.tags.count("svg") == 2

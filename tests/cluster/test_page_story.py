@@ -30,6 +30,10 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST = "document.querySelector('#rows button')?.dataset.name"
+SAFE = (
+    "[...document.querySelectorAll('#rows tr')].find(row => row.innerText.includes('\u25cf committed'))"
+    "?.querySelector('button').dataset.name"
+)
 # Anything that is wider than the window, and is not in a box of its own that scrolls.
 TOO_WIDE = "document.documentElement.scrollWidth - innerWidth"
 
@@ -118,7 +122,8 @@ def test_a_job_is_followed_from_its_log_through_the_death_of_a_node(
         assert "3 to 2" in browser.text or "2 workers" in browser.js("document.body.textContent")
 
         # A pin.
-        step = int(newer.split("-")[1])
+        pinned = browser.wait(SAFE)
+        step = int(pinned.split("-")[1])
         done = subprocess.run(
             [sys.executable, "-m", "ray_ckpt", "pin", str(storage / "seen"), str(step), "--reason", "in the paper"],
             cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
@@ -126,7 +131,7 @@ def test_a_job_is_followed_from_its_log_through_the_death_of_a_node(
         assert done.returncode == 0, done.stderr
         browser.js("document.querySelector('#show').value = 'pinned'")
         browser.js("document.querySelector('#show').dispatchEvent(new Event('change'))")
-        browser.wait(f"{NEWEST} === {newer!r}", 30)
+        browser.wait(f"{NEWEST} === {pinned!r}", 30)
         browser.wait_text("\u2691 pinned")
         browser.click("#rows button")
         browser.wait_text("in the paper")

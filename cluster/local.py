@@ -147,7 +147,9 @@ def _up(options: argparse.Namespace) -> None:
     cluster.up(keep=True)
     _print_status(cluster)
     if settings.page and ray_dashboard.status().enabled:
-        print(f"checkpoints of its runs: {cluster.dashboard_url}/checkpoints")
+        asks = settings.auth == "token"
+        path = ray_dashboard.SIGN_IN_PATH if asks else ray_dashboard.PAGE_PATH
+        print(f"checkpoints of its runs: {cluster.dashboard_url}{path}")
     print("\nTo use it from this shell:\n")
     print(_exports(cluster))
 

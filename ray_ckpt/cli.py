@@ -61,7 +61,7 @@ EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 2, 130, 141
 
 _EXIT_CODES = """exit codes:
   0    done; for verify: every committed checkpoint is as it was written
-  1    a fault, named with its file; or storage that cannot be read
+  1    a fault, named with its file; storage that cannot be read; or a wait that took too long
   2    wrong usage: an unknown option, run or step
   130  interrupted
   141  the reader of the output went away (as in `ray-ckpt ls RUN | head -1`)
@@ -106,18 +106,22 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     step_help = "a step, such as 1200 (newest generation), or 1200-g3"
 
-    def add(name: str, function: Any, text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, function: Any, text: str, *, folder_only: bool = False
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, **layout)
         command.set_defaults(command=function)
+        address = "" if folder_only else "its address on an object store, "
         command.add_argument(
             "run",
             metavar="RUN",
-            help="a run's folder, its address on an object store, or the name of a run below --storage",
+            help=f"a run's folder, {address}or the name of a run below --storage",
         )
         command.add_argument(
             "--storage",
             default=os.environ.get(STORAGE_VARIABLE) or DEFAULT_STORAGE,
-            help=f"folder of runs, or an address (default: ${STORAGE_VARIABLE} or {DEFAULT_STORAGE})",
+            help=f"folder of runs{'' if folder_only else ', or an address'} "
+            f"(default: ${STORAGE_VARIABLE} or {DEFAULT_STORAGE})",
         )
         command.add_argument("--json", action="store_true", help="print JSON for scripts")
         return command
@@ -137,16 +141,28 @@ def build_parser() -> argparse.ArgumentParser:
         "export",
         export_command.command_export,
         "Write the weights of a checkpoint as safetensors.",
+        folder_only=True,
     )
     export_command.add_arguments(export, step_help)
     drill = add(
         "drill",
         drill_command.command_drill,
         "Restore a checkpoint as a restart would, on one CPU, and compare its loss.",
+        folder_only=True,
     )
     drill_command.add_arguments(drill, step_help)
-    save = add("save", steer_command.command_save, "Have a run that trains save now, and wait.")
-    stop = add("stop", steer_command.command_stop, "Have a run save, and end its job.")
+    save = add(
+        "save",
+        steer_command.command_save,
+        "Have a run that trains save now, and wait.",
+        folder_only=True,
+    )
+    stop = add(
+        "stop",
+        steer_command.command_stop,
+        "Have a run save, and end its job.",
+        folder_only=True,
+    )
     for command in (save, stop):
         steer_command.add_arguments(command)
     goodput_command.add_command(add)

@@ -290,8 +290,11 @@ def _opening(config: Config, context: Any) -> str:
         lines.append(
             f"dashboard http://{url} (actor ray_ckpt.tracker:{config.run}, Logs: ray_ckpt-{config.run}.log)"
         )
-        if not os.environ.get("RAY_ADDRESS") and ray_dashboard.status().enabled:
-            lines.append(f"checkpoints http://{url}/checkpoints")
+        path = ray_dashboard.page_path()
+        if not path and not os.environ.get("RAY_ADDRESS") and ray_dashboard.status().enabled:
+            path = ray_dashboard.PAGE_PATH  # of a Ray of its own, whose dashboard just starts
+        if path:
+            lines.append(f"checkpoints http://{url}{path}")
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from ray_ckpt.checkpoint.listing import Listed
 from ray_ckpt.checkpoint.manifest import Manifest
+from ray_ckpt.checkpoint.names import checkpoint_name
 from ray_ckpt.errors import RayCkptError, StaleGenerationError
 from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.fleet import QUICK_S, Fleet, answers
@@ -36,6 +37,8 @@ from ray_ckpt.tracker.hooks import Hooks
 from ray_ckpt.tracker.node_keeper import NodeKeeper
 
 logger = logging.getLogger(__name__)
+
+MOST_FAULTS = 20  # of a reading that go on record; how many there were is told beside them
 
 
 class TierDesk:
@@ -63,7 +66,7 @@ class TierDesk:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._stack, self._fleet, self._book, self._hooks = stack, fleet, book, hooks
-        self._clock, self._waiting = clock, waiting
+        self._clock, self._waiting, self._reads_back = clock, waiting, False
         self._first: NodeTier = stack.node_tiers[0]
         self._state = CopyState(book)
         self._drops = Drops(fleet, hooks.generation, lambda: self._clock())
@@ -270,10 +273,12 @@ class TierDesk:
         self._try(self._evidence.clear, now_s)
         self._try(self._keeper.retain)
         self._try(self._keeper.scrub, now_s)
+        self._try(self._tell_read_back)
 
     def ask_read_back(self) -> None:
         """Has the nodes read all that they hold, one checkpoint in one tier after the other."""
         self._state.ask(self._clock())
+        self._reads_back = True
 
     def read_back(self) -> list[dict[str, Any]]:
         """What came of it so far (:meth:`ray_ckpt.tracker.copy_state.CopyState.read_back`)."""
@@ -288,6 +293,31 @@ class TierDesk:
         self._fleet.close(drop_memory=drop_memory, generation=self._hooks.generation())
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _tell_read_back(self) -> None:
+        """Puts on record what came of a wish to have all copies read, once all of them are."""
+        if not self._reads_back:
+            return
+        rows = self.read_back()
+        if not all(row["done"] for row in rows):
+            return
+        self._reads_back = False
+        faults = [
+            {
+                "name": checkpoint_name(row["step"], row["generation"]),
+                "tier": row["tier"],
+                **fault,
+            }
+            for row in rows
+            for fault in row["faults"]
+        ]
+        self._hooks.record(
+            "read_back",
+            copies=len(rows),
+            nodes=sorted({node for row in rows for node in row["nodes"]}),
+            faults=faults[:MOST_FAULTS],
+            num_faults=len(faults),
+        )
 
     def _try(self, part: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -146,6 +146,7 @@ def _fit(
 
     from ray_ckpt.elastic.callbacks import make_callbacks
     from ray_ckpt.elastic.sizing import Sizing
+    from ray_ckpt.elastic.spares import warm_environment
     from ray_ckpt.ray_private import set_scaling_policy
     from ray_ckpt.stopping import Stopped, fit_until_stopped
     from ray_ckpt.tracker.actor import start_tracker
@@ -190,7 +191,9 @@ def _fit(
                 run_dir=config.run_dir,
                 hang_rule=elastic.hang_rule(),
                 exclude_after=elastic.exclude_after,
+                spare_after_s=elastic.spare_after_s,
             ),
+            worker_runtime_env=warm_environment() if elastic.spare_after_s else {},
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )

@@ -100,12 +100,14 @@ class Spares(WorkerGroupCallback):
     def __init__(self, run: str, after_s: float) -> None:
         self._run, self._after_s = run, after_s
         self._kept = Kept()
-        self._over = threading.Event()
+        self._over: threading.Event | None = (
+            None  # for the present group; made where it is used: they cannot travel
+        )
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         workers = list(worker_group.get_workers())
         per_worker = dict(worker_group.get_resources_per_worker())
-        self._over.set()
+        self._end()
         self._over = over = threading.Event()
         if not self._kept.useless:
             threading.Thread(
@@ -113,7 +115,12 @@ class Spares(WorkerGroupCallback):
             ).start()
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        self._over.set()
+        self._end()
+
+    def _end(self) -> None:
+        """The group that was looked after is over."""
+        if self._over is not None:
+            self._over.set()
 
     def took(self, workers: Sequence[Any], asked_ago_s: float) -> int:
         """Notes which workers of a new group are in processes that were there before it was asked for; how many.

@@ -27,7 +27,7 @@ from ray_ckpt.view.summary import surviving_steps
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "tests" / "cluster" / "held.py"
+PROGRAM = ROOT / "tests" / "held.py"
 HANG_S = 25.0
 LIMIT_S = 100.0  # from the strike to the next attempt, or to the end, on a machine that does other things too
 NOTICE_S = 8.0

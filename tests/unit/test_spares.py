@@ -6,8 +6,10 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray import cloudpickle
 
 from ray_ckpt import warm
+from ray_ckpt.elastic.callbacks import make_callbacks
 from ray_ckpt.elastic.spares import Kept, wanted
 
 NODES = st.sampled_from("abc")
@@ -78,3 +80,10 @@ def test_a_process_is_warmed_up_where_its_runtime_environment_says_so(monkeypatc
     assert others != {warm.WARM_VARIABLE: asked[warm.WARM_VARIABLE]}, "a task would take it"
     monkeypatch.setenv(warm.WARM_VARIABLE, others[warm.WARM_VARIABLE])
     assert warm.task_options() == {}
+
+
+def test_callbacks_travel_to_the_controller() -> None:
+    found = make_callbacks(
+        "r", save_timeout_s=1.0, node_loss_wait_s=1.0, exclude_after=1, spare_after_s=1.0
+    )
+    assert len(cloudpickle.loads(cloudpickle.dumps(found))) == len(found)

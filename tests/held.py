@@ -1,6 +1,6 @@
 """A training program that stands still in one phase of each of its attempts until it is told to go on; for tests.
 
-    python tests/cluster/held.py --run r --marks FOLDER --phase evaluation ...
+    python tests/held.py --run r --marks FOLDER --phase evaluation ...
 
 In attempt N, rank 0 writes ``held-N`` into the folder of marks when the ranks stand still, and all go on when there is
 a ``go-N``. A ``raise-N`` has the last rank raise an error. With ``go-all`` nobody stands still any more.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "jobs"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "jobs"))
 
 import model as model_module
 import torch

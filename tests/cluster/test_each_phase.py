@@ -6,6 +6,7 @@ few pairs here are part of every run of the tests; all of them together take a q
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from worlds import make_data
 from cluster.local import LocalCluster
 from ray_ckpt.tracker.recall import read_ledger
 from ray_ckpt.view.summary import surviving_steps
+from ray_ckpt.warm import WARM_VARIABLE
 
 pytestmark = pytest.mark.cluster
 
@@ -135,6 +137,24 @@ class Told:
             and process.info["ppid"] in nodes
         }
 
+    @property
+    def workers(self) -> int:
+        """Workers of the present group."""
+        return int(self.events("attempt_started")[-1]["world_size"])
+
+    @property
+    def spares(self) -> int:
+        """Processes that wait for a worker."""
+        raylets = {node.raylet_pid for node in self._cluster.nodes() if node.alive}
+        found = 0
+        for process in psutil.process_iter(["cmdline", "ppid"]):
+            if process.info["ppid"] in raylets and "IDLE" in " ".join(
+                process.info["cmdline"] or []
+            ):
+                with contextlib.suppress(psutil.Error):
+                    found += process.environ().get(WARM_VARIABLE) == "1"
+        return found
+
     def _error(self, attempt: int) -> None:
         self.tell(f"raise-{attempt}")
 
@@ -192,21 +212,36 @@ def train_alone(folder: Path, options: dict[str, Any]) -> subprocess.Popen[str]:
     )
 
 
-def play(folder: Path, phase: str, kinds: tuple[str, ...], steps: int, nodes: int = 4) -> Told:
+def play(
+    folder: Path,
+    phase: str,
+    kinds: tuple[str, ...],
+    steps: int,
+    *,
+    nodes: int = 4,
+    cpus: int = 1,
+    spares: bool = False,
+) -> Told:
     """A run that meets these kinds of interruptions, one in each attempt."""
     make_data(folder / "data", [64] * 12, seq_len=33, vocab=257)
-    with LocalCluster(nodes, 1) as cluster:
+    with LocalCluster(nodes, cpus) as cluster:
         told = Told(cluster, folder, phase, steps)
         told.submit()
         alone = train_alone(folder / "alone", told.options)
         for attempt, kind in enumerate(kinds, 1):
             told.wait_until_held(attempt)
+            if spares:
+                told.wait("spare processes", lambda: told.spares >= told.workers, 30)
             told.strike(kind, attempt)
         told.tell("go-all")
         status = told.end()
         assert status == "SUCCEEDED", told.logs()[-4000:]
         said, _ = alone.communicate(timeout=LIMIT_S)
         assert alone.returncode == 0, said
+        deadline = time.monotonic() + 20
+        while told.spares:
+            assert time.monotonic() < deadline, "spare processes outlive their job"
+            time.sleep(0.2)
     check(told, kinds, steps, surviving_steps(folder / "alone" / "r"))
     return told
 
@@ -239,10 +274,11 @@ def check(told: Told, kinds: tuple[str, ...], steps: int, whole: dict[int, Any])
     print(f"goodput {ledger.goodput:.2f}, unknown {ledger.buckets['unknown']:.1f} s")
 
 
-def test_interruptions_while_it_compiles(tmp_path: Path) -> None:
-    told = play(tmp_path, "compile", ("kill", "sigterm"), 30, nodes=2)
-    spares = [group["spares"] for group in told.events("group_started")]
-    print("spare processes used", spares)
+def test_a_kill_and_a_sigterm_in_an_evaluation_with_spare_processes(tmp_path: Path) -> None:
+    told = play(tmp_path, "evaluation", ("kill", "sigterm"), 30, nodes=1, cpus=2, spares=True)
+    taken = [(group["world_size"], group["spares"]) for group in told.events("group_started")]
+    assert taken[0] == (2, 0)
+    assert sum(spares for _, spares in taken[1:]) >= 2, f"spare processes were not used: {taken}"
 
 
 @pytest.mark.slow

@@ -106,7 +106,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize(
-    "phase", ["start", "save", "evaluation", "compile", "restore", "last step"]
+    "phase",
+    [
+        *("save", "evaluation", "restore", "last step"),
+        *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("start", "compile")),
+    ],
 )
 def test_a_run_that_is_struck_in_a_phase_is_the_run_that_was_not(
     tmp_path: Path, whole: dict[int, Any], phase: str

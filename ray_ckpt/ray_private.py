@@ -140,13 +140,13 @@ def set_scaling_policy(trainer: Any, make: Callable[[Any], Any]) -> bool:
         make: from ``ScalingConfig`` to the policy.
     """
     name = "_initialize_and_run_controller"
-    start = getattr(trainer, name, None)
-    if start is None or ElasticScalingPolicy is None:
+    start, policy = getattr(trainer, name, None), _elastic_policy()[0]
+    if start is None or policy is None:
         _missing(f"{type(trainer).__name__}.{name}", AttributeError(name))
         return False
 
     def start_with(**kwargs: Any) -> Any:
-        if isinstance(kwargs.get("scaling_policy"), ElasticScalingPolicy):
+        if isinstance(kwargs.get("scaling_policy"), policy):
             kwargs["scaling_policy"] = make(kwargs["scaling_policy"].scaling_config)
         elif "scaling_policy" not in kwargs:
             _missing(f"{name}(scaling_policy=...)", TypeError("no such argument"))
@@ -266,6 +266,14 @@ def _missing(name: str, error: Exception) -> None:
     )
 
 
-ControllerCallback: Any = _callback("ControllerCallback")
-WorkerGroupCallback: Any = _callback("WorkerGroupCallback")
-ElasticScalingPolicy, NoopDecision = _elastic_policy()
+def __getattr__(name: str) -> Any:
+    """The classes of Ray Train that are extended, when they are asked for: it takes longer to load than the rest."""
+    if name in ("ControllerCallback", "WorkerGroupCallback"):
+        globals()[name] = _callback(name)
+    elif name in ("ElasticScalingPolicy", "NoopDecision"):
+        globals().update(
+            zip(("ElasticScalingPolicy", "NoopDecision"), _elastic_policy(), strict=True)
+        )
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]

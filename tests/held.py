@@ -93,17 +93,15 @@ class Marks:
             session.pause_point()
 
 
-class HeldPart:
-    """An item of the state that stands still while it is restored."""
+def stand_in_restore(marks: Marks) -> None:
+    """Has this process stand still in its restore, when the tensors are read and the rest is not."""
+    from ray_ckpt.checkpoint import restore
 
-    def __init__(self, stand: Any) -> None:
-        self._stand = stand
+    def come_by(name: str) -> None:
+        if name == "restore.loading":
+            marks.stand()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"nothing": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._stand()
+    restore.fault_point = come_by  # type: ignore[assignment]
 
 
 def train(config: HeldConfig) -> None:
@@ -115,6 +113,8 @@ def train(config: HeldConfig) -> None:
             "save.write@1+=sleep:2"
         )  # beside the steps: one save or another is under way nearly always
     marks = Marks(config, dist.get_rank(), dist.get_world_size())
+    if config.phase == "restore":
+        stand_in_restore(marks)
     session = ray_ckpt.attach(config)
     net = Transformer(
         ModelConfig(vocab_size=257, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, dropout=0.1)
@@ -123,7 +123,6 @@ def train(config: HeldConfig) -> None:
     model = session.spread(net, torch.zeros(1, config.seq_len - 1, dtype=torch.int64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = TrainState(model=model, optimizer=optimizer)
-    state.register("held", HeldPart(marks.stand if config.phase == "restore" else lambda: None))
     session.restore(state)
     began = session.progress.step
     if config.phase == "start":

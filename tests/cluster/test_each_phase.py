@@ -284,7 +284,7 @@ def test_a_kill_and_a_sigterm_in_an_evaluation_with_spare_processes(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_kind_in_each_phase(tmp_path: Path, phase: str) -> None:
-    play(tmp_path, phase, tuple(KINDS), 60)
+    play(tmp_path, phase, tuple(KINDS), 40)
 
 
 @pytest.mark.slow

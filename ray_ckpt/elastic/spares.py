@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_S = 30 * 24 * 3600  # a job is not longer, about; Ray ends them with it
 LOOK_S = 2.0  # between looks at the nodes
+YOUNG_S = 60.0  # so long after they were asked for they may still be starting
+TRIES = 3  # groups that may get none of those that there are, before no more are started
 _ANSWER_S = 10.0
 
 
@@ -53,25 +55,45 @@ class Kept:
 
     def __init__(self) -> None:
         self._number: Counter[str] = Counter()
-        self.useless = False  # whether Ray has not given to a group what was kept for it
+        self._since_s: dict[str, float] = {}  # when a node was last asked for some
+        self._in_vain = 0  # groups in a row that got none although there should have been some
+
+    @property
+    def useless(self) -> bool:
+        """Whether Ray does not give to groups what is kept for them."""
+        return self._in_vain >= TRIES
 
     def missing(self, wanted: Mapping[str, int]) -> dict[str, int]:
         """Node to how many it has too few; those that are gone are forgotten."""
         self._number = Counter({n: have for n, have in self._number.items() if n in wanted})
         return {n: more for n, want in wanted.items() if (more := want - self._number[n]) > 0}
 
-    def started(self, node: str, number: int) -> None:
+    def started(self, node: str, number: int, now_s: float) -> None:
         """So many more were started there."""
         self._number[node] += number
+        self._since_s[node] = now_s
 
-    def took(self, nodes: Sequence[str], were_spare: Sequence[bool]) -> int:
-        """A new group has workers on these nodes, some of them in spare processes; returns how many."""
+    def took(self, nodes: Sequence[str], were_spare: Sequence[bool], now_s: float) -> int:
+        """A new group has workers on these nodes, some of them in spare processes; returns how many.
+
+        Args:
+            nodes: node of each worker.
+            were_spare: whether the process of each was there before.
+            now_s: by the clock of :meth:`started`, seconds.
+        """
+        in_vain = False
         for node, workers in Counter(nodes).items():
             spare = sum(s for n, s in zip(nodes, were_spare, strict=True) if n == node)
-            if self._number[node] and not spare:
-                self.useless = True
-            # Whoever got a new process found none: there are none left.
-            self._number[node] = max(0, self._number[node] - spare) if spare == workers else 0
+            young = now_s - self._since_s.get(node, 0.0) < YOUNG_S
+            if spare < workers and not young:
+                # Whoever got a new process found none: they died, or are given to nobody.
+                in_vain |= not spare and self._number[node] > 0
+                self._number[node] = 0
+            self._number[node] = max(0, self._number[node] - spare)
+        if any(were_spare):
+            self._in_vain = 0
+        elif in_vain:
+            self._in_vain += 1
         return sum(were_spare)
 
 
@@ -136,7 +158,7 @@ class Spares(WorkerGroupCallback):
             logger.warning("which workers were spare processes cannot be told: %s", error)
             return 0
         nodes = [worker.metadata.node_id for worker in workers]
-        found = self._kept.took(nodes, [age_s > asked_ago_s for age_s in ages_s])
+        found = self._kept.took(nodes, [age_s > asked_ago_s for age_s in ages_s], time.monotonic())
         if self._kept.useless:
             logger.warning("Ray does not give spare processes to new workers: no more are started")
         return found
@@ -187,7 +209,7 @@ class Spares(WorkerGroupCallback):
                 return
             where = nodes[node]
             # Counted also if it fails: a node that cannot is not asked again and again.
-            self._kept.started(node, number)
+            self._kept.started(node, number, time.monotonic())
             prestart_workers(
                 f"{where['NodeManagerAddress']}:{where['NodeManagerPort']}",
                 job_id=job_id,

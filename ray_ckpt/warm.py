@@ -51,6 +51,19 @@ def warm_up() -> None:
         os.environ[_ASK_LIGHTLY] = before
 
 
+def settle() -> None:
+    """Gives torch as many threads as it would have had without a warm-up; called in the thread that trains.
+
+    Ray says how many by ``OMP_NUM_THREADS``, when an actor gets its processors. Torch reads that when it is loaded, and
+    here it was loaded before: it would take all processors of the machine, and sum in another order.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if _begun and threads.isdigit() and int(threads) > 0:
+        import torch
+
+        torch.set_num_threads(int(threads))
+
+
 def begun_ago_s() -> float:
     """How long ago this process began to warm up, seconds; 0 for one that did not."""
     return time.monotonic() - _begun[0] if _begun else 0.0

@@ -116,6 +116,10 @@ def train(config: HeldConfig) -> None:
     if config.phase == "restore":
         stand_in_restore(marks)
     session = ray_ckpt.attach(config)
+    # Ray grants each worker one processor here, whatever kind of process it runs in.
+    (Path(config.marks) / f"threads-{marks.attempt}-{session.rank}").write_text(
+        str(torch.get_num_threads())
+    )
     net = Transformer(
         ModelConfig(vocab_size=257, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, dropout=0.1)
     )
@@ -160,6 +164,7 @@ def main() -> int:
         return ray_ckpt.run(config, train)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config.run_dir.mkdir(parents=True)
+    torch.set_num_threads(1)
     train(config)
     return 0
 

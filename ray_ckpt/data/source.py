@@ -114,7 +114,7 @@ def ordered_dataset(
         override_num_blocks=len(tasks),
         concurrency=at_a_time,
         num_cpus=0,
-        ray_remote_args=dict(options),
+        **options,
     )
     if transform is not None:
         # The same resources and concurrency as the read: Ray Data makes one task of both.

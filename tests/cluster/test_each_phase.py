@@ -264,6 +264,8 @@ def check(told: Told, kinds: tuple[str, ...], steps: int, whole: dict[int, Any])
     names = ("loss_hex", "sample_offset", "sample_digest", "rng_digest")
     for step, row in rows.items():
         assert [row[n] for n in names] == [whole[step][n] for n in names], f"step {step}"
+    threads = {path.name: path.read_text() for path in told.marks.glob("threads-*")}
+    assert set(threads.values()) == {"1"}, threads
     ledger = read_ledger(told.run_dir)
     assert ledger is not None
     assert sum(ledger.buckets.values()) == pytest.approx(ledger.wall_s, rel=1e-3)

@@ -47,3 +47,33 @@ def test_nothing_that_is_imported_ahead_looks_at_a_gpu_and_nothing_is_left_for_l
     assert done.returncode == 0, done.stderr
     assert "could not import" not in done.stderr
     assert done.stdout.strip() == "MORE []", "a worker imports more than this, in its restart"
+
+
+THREADS = """
+import os, sys
+from ray_ckpt import warm
+
+warm.warm_up()
+os.environ["OMP_NUM_THREADS"] = "{threads}"
+import torch
+
+warm.settle()
+print(torch.get_num_threads())
+"""
+
+
+def test_a_warm_process_has_as_many_threads_as_a_fresh_one() -> None:
+    threads = str(1 + (os.cpu_count() or 1))  # never what torch would take by itself
+    found = []
+    for warm in ("0", "1"):
+        env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            [sys.executable, "-c", THREADS.format(threads=threads)],
+            env={**env, WARM_VARIABLE: warm},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        found.append(done.stdout.strip())
+    assert found[0] == found[1] == threads

@@ -237,7 +237,7 @@ def _fit(
 
 def _poll_s(most_workers: int) -> float:
     """Time between two looks of Ray Train's controller at its workers, seconds: soon, but no load for a large group."""
-    return min(2.0, max(0.25, most_workers / 100))
+    return min(2.0, max(0.5, most_workers / 100))
 
 
 def _check_finished(config: Config) -> None:

@@ -22,7 +22,6 @@ Exit code 0 only when all targets hold.
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import statistics
@@ -41,6 +40,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from bench_report import conclude, target_of
 from bench_savers import (
     RawCopy,
     SaverUnderTest,
@@ -53,7 +53,6 @@ from bench_savers import (
     shared_memory,
 )
 
-from ray_ckpt.facts import versions
 from ray_ckpt.options import parse, run_main
 from ray_ckpt.prove.processes import free_port
 
@@ -392,17 +391,8 @@ def main() -> int:
             print(f"replica of {config.mib} MiB over TCP, compared on the way: {seconds:.3f} s")
         print(f"saved by {world}, restored by {3 - world}: {resharded:.2f} copies of that world")
         for name, value in ratios(times).items():
-            ok = value <= LIMITS[name]
-            targets.append(
-                {"name": f"{name}_{world}", "value": value, "limit": LIMITS[name], "ok": ok}
-            )
-    for target in targets:
-        word = "ok" if target["ok"] else "MISSED"
-        print(f"{target['name']:<32}{target['value']:>8.3f}  limit {target['limit']:<6}{word}")
-    if config.json:
-        document = {"targets": targets, "rows": rows, "versions": versions()}
-        Path(config.json).write_text(json.dumps(document, indent=1))
-    return 0 if all(target["ok"] for target in targets) else 1
+            targets.append(target_of(f"{name}_{world}", value, LIMITS[name]))
+    return conclude(targets, rows, config.json, also=["torch_checkpointing"])
 
 
 if __name__ == "__main__":

@@ -29,22 +29,21 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import bench_readers as readers
 import numpy as np
 import pretrain
 import pyarrow as pa
 import pyarrow.parquet as pq
+from bench_report import at_least, between, conclude, target_of
 from pretrain import PretrainConfig, train
 from ray import cloudpickle
 
@@ -78,16 +77,6 @@ class BenchOptions:
     """Times that everything is measured; --quick takes 2."""
     folder: str = ""
     """Where the sets are made; empty takes a temporary folder, which is deleted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """One thing that must hold."""
-
-    name: str
-    value: float
-    limit: str
-    ok: bool
 
 
 def make_rows(root: Path, rows: int, seq_len: int, group_rows: int, vocab: int = 50_000) -> None:
@@ -221,42 +210,26 @@ def measure_waits(root: Path, steps: int) -> list[dict[str, object]]:
     return rows
 
 
-def judge(rows: list[dict[str, object]]) -> list[Target]:
+def judge(rows: list[dict[str, object]]) -> list[dict[str, Any]]:
     """Holds the figures against the targets."""
     targets = []
     for row in rows:
         if row.get("reader") == FEED and "rows_per_s_over_plain" in row:
             value = float(str(row["rows_per_s_over_plain"]))
             name = f"rows/s over plain Ray Data, {row['consumers']} consumers"
-            ok = value >= RATE_TARGET
-            targets.append(Target(name=name, value=value, limit=f">= {RATE_TARGET}", ok=ok))
+            targets.append(at_least(name, value, RATE_TARGET))
         if "over_start" in row:
             value = float(str(row["over_start"]))
-            limit = f"{1 - SEEK_TARGET:.1f} to {1 + SEEK_TARGET:.1f}"
             name = "first batch at 90 % over first batch at the start"
-            targets.append(
-                Target(name=name, value=value, limit=limit, ok=abs(value - 1) <= SEEK_TARGET)
-            )
+            targets.append(between(name, value, 1 - SEEK_TARGET, 1 + SEEK_TARGET))
         if "wait_share" in row:
             value = float(str(row["wait_share"]))
             name = f"wait for data in the main job's step time, {row['consumers']} workers"
-            ok = value <= WAIT_TARGET
-            targets.append(Target(name=name, value=value, limit=f"<= {WAIT_TARGET}", ok=ok))
+            targets.append(target_of(name, value, WAIT_TARGET))
     return targets
 
 
-def versions() -> dict[str, str]:
-    """Of what was measured."""
-    found = {"python": platform.python_version(), "cpus": str(os.cpu_count())}
-    for name in ("ray-ckpt", "ray", "pyarrow", "torch", "torchdata", "litdata"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def show(rows: list[dict[str, object]], targets: list[Target]) -> None:
+def show(rows: list[dict[str, object]]) -> None:
     """Prints the figures as lines."""
     for row in rows:
         head = " ".join(
@@ -268,9 +241,6 @@ def show(rows: list[dict[str, object]], targets: list[Target]) -> None:
             if isinstance(value, float)
         ]
         print(f"{head:40} {', '.join(figures) or row.get('skipped')}")
-    for target in targets:
-        word = "ok  " if target.ok else "MISS"
-        print(f"{word} {target.name}: {target.value:.3g} ({target.limit})")
 
 
 def main() -> int:
@@ -304,15 +274,11 @@ def main() -> int:
             lap("first batches")
             figures += measure_waits(root, steps)
             lap("main job")
-    targets = judge(figures)
-    show(figures, targets)
+    show(figures)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     times = ", ".join(f"{b[0]} {b[1] - a[1]:.0f}" for a, b in itertools.pairwise(laps))
     print(f"seconds: {times}; load of the machine at the end: {load}")
-    if options.json:
-        report = {"targets": [asdict(t) for t in targets], "rows": figures, "versions": versions()}
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(target.ok for target in targets) else 1
+    return conclude(judge(figures), figures, options.json, also=["torchdata", "litdata"])
 
 
 if __name__ == "__main__":

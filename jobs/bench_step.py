@@ -32,8 +32,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from bench_report import conclude, target_of
 from bench_session import FromMemory, MemorySession, PipeTracker, make_rows
-from bench_worlds import conclude, run_world, target_of
+from bench_worlds import run_world
 from model import ModelConfig, Transformer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from bench_report import conclude, target_of
 
 from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
-from ray_ckpt.facts import versions
 from ray_ckpt.options import parse, run_main
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
@@ -218,10 +218,7 @@ def main() -> int:
         "steps_s_per_thousand": statistics.median(step_times),
         "metrics_s_per_tick": max(tick_times),
     }
-    targets = [
-        {"name": name, "value": value, "limit": LIMITS[name], "ok": value <= LIMITS[name]}
-        for name, value in values.items()
-    ]
+    targets = [target_of(name, value, LIMITS[name]) for name, value in values.items()]
     rows: list[dict[str, Any]] = [
         {"what": f"commit of {config.ranks} ranks", "seconds": commit_times},
         {"what": f"journal of {config.events} events opened", "seconds": [open_s]},
@@ -231,13 +228,7 @@ def main() -> int:
     ]
     for row in rows:
         print(f"{row['what']:<40}{statistics.median(row['seconds']):>9.3f} s")
-    for target in targets:
-        word = "ok" if target["ok"] else "MISSED"
-        print(f"{target['name']:<32}{target['value']:>9.3f}  limit {target['limit']:<6}{word}")
-    if config.json:
-        document = {"targets": targets, "rows": rows, "versions": versions()}
-        Path(config.json).write_text(json.dumps(document, indent=1))
-    return 0 if all(target["ok"] for target in targets) else 1
+    return conclude(targets, rows, config.json)
 
 
 if __name__ == "__main__":

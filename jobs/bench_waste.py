@@ -16,7 +16,6 @@ ends of the range predict. Twenty failures take about ten minutes; ``--quick`` h
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from bench_report import between, conclude
 from prepare import PrepareOptions, prepare
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,6 @@ if str(ROOT) not in sys.path:
 
 from cluster.local import LocalCluster, Settings  # noqa: E402
 from ray_ckpt.errors import RayCkptError  # noqa: E402
-from ray_ckpt.facts import versions  # noqa: E402
 from ray_ckpt.local_ray import cluster as private_ray  # noqa: E402
 from ray_ckpt.options import parse, run_main  # noqa: E402
 from ray_ckpt.policy.belief import ScalePrior  # noqa: E402
@@ -177,21 +176,9 @@ def main() -> int:
     row = measure(config)
     for name, value in row.items():
         print(f"{name:<18}{value:>10.4g}")
-    ok = row["predicted_low"] <= row["measured"] <= row["predicted_high"]
-    print(
-        f"lost for each useful second: {row['measured']:.3f}, predicted {row['predicted']:.3f} "
-        f"({row['predicted_low']:.3f} to {row['predicted_high']:.3f}) {'ok' if ok else 'MISSED'}"
-    )
-    if config.json:
-        target = {
-            "name": "measured_waste_in_predicted_range",
-            "value": row["measured"],
-            "limit": [row["predicted_low"], row["predicted_high"]],
-            "ok": ok,
-        }
-        document = {"targets": [target], "rows": [row], "versions": versions()}
-        Path(config.json).write_text(json.dumps(document, indent=1))
-    return 0 if ok else 1
+    bounds = row["predicted_low"], row["predicted_high"]
+    target = between("lost for each useful second", row["measured"], *bounds)
+    return conclude([target], [row], config.json)
 
 
 if __name__ == "__main__":

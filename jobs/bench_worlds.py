@@ -1,20 +1,17 @@
-"""What the benches that train share: processes that are a world, and targets that are held."""
+"""A world of processes, for the benches that train without Ray."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import queue
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ray_ckpt.facts import versions
 from ray_ckpt.prove.processes import free_port
 
 
@@ -70,21 +67,3 @@ def _worker(
         results.put(found)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def target_of(name: str, value: float, limit: float) -> dict[str, Any]:
-    """A figure that may not be more than its limit."""
-    return {"name": name, "value": value, "limit": limit, "ok": value <= limit}
-
-
-def conclude(
-    targets: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], path: str = ""
-) -> int:
-    """Prints the targets, writes them with the rows as JSON if a file is named; exit code 0 only if all hold."""
-    for target in targets:
-        word = "ok" if target["ok"] else "MISSED"
-        print(f"{target['name']:<36}{target['value']:>9.3f}  limit {target['limit']:<6}{word}")
-    if path:
-        document = {"targets": list(targets), "rows": list(rows), "versions": versions()}
-        Path(path).write_text(json.dumps(document, indent=1))
-    return 0 if all(target["ok"] for target in targets) else 1

@@ -256,6 +256,9 @@ def _environment(
         "RAY_health_check_period_ms": str(round(1000 * health.period_s)),
         "RAY_health_check_timeout_ms": str(round(1000 * health.timeout_s)),
         "RAY_health_check_failure_threshold": str(health.failures),
+        # Ray starts workers at nice 15: beside anything else on this machine they all but stand still. The raylets, by
+        # whose answers a node lives, still come first.
+        "RAY_worker_niceness": "5",
         "TMPDIR": str(folders.node_temp(node.name)),
         NODE_DIR_VARIABLE: str(folders.node_data(node.name)),
         NODE_SHM_DIR_VARIABLE: str(folders.node_shared_memory(node.name) / "data"),

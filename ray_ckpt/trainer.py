@@ -146,6 +146,7 @@ def _fit(
 
     from ray_ckpt.elastic.callbacks import make_callbacks
     from ray_ckpt.elastic.sizing import Sizing
+    from ray_ckpt.elastic.spares import warm_environment
     from ray_ckpt.ray_private import set_scaling_policy
     from ray_ckpt.stopping import Stopped, fit_until_stopped
     from ray_ckpt.tracker.actor import start_tracker
@@ -154,7 +155,7 @@ def _fit(
     elastic, workers = config.elastic, config.worker_range
     # The controller reads these from its environment; Ray hands them on from the driver's.
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(elastic.start_timeout_s))
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{_poll_s(workers[1]):g}")
     # Ray's own watcher of drains waits for the deadline and restarts then; ours saves, and restarts before.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     lock.close()  # for the tracker, which holds it from here on
@@ -190,7 +191,9 @@ def _fit(
                 run_dir=config.run_dir,
                 hang_rule=elastic.hang_rule(),
                 exclude_after=elastic.exclude_after,
+                spare_after_s=elastic.spare_after_s,
             ),
+            worker_runtime_env=warm_environment() if elastic.spare_after_s else {},
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )
@@ -230,6 +233,11 @@ def _fit(
         ray.kill(handle)
     print(summary(config.run_dir), flush=True)
     return 0
+
+
+def _poll_s(most_workers: int) -> float:
+    """Time between two looks of Ray Train's controller at its workers, seconds: soon, but no load for a large group."""
+    return min(2.0, max(0.5, most_workers / 100))
 
 
 def _check_finished(config: Config) -> None:

@@ -24,6 +24,7 @@ from ray_ckpt.elastic.crew import step_worked_on
 from ray_ckpt.elastic.hangs import Hang, HangWatch
 from ray_ckpt.elastic.hearing import hear_sigterm
 from ray_ckpt.elastic.silent_nodes import wait_for_silent
+from ray_ckpt.elastic.spares import Spares
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.policy.hang import HangRule
@@ -92,8 +93,8 @@ class _Group:
 class GroupWatch(WorkerGroupCallback):
     """Remembers who the workers are, and tells the tracker how long it took to get them."""
 
-    def __init__(self, group: _Group) -> None:
-        self._group = group
+    def __init__(self, group: _Group, spares: Spares | None = None) -> None:
+        self._group, self._spares = group, spares
 
     def before_init_train_context(self, workers: Any) -> dict[str, list[Any]]:
         self._group.marks.workers_up()
@@ -105,8 +106,11 @@ class GroupWatch(WorkerGroupCallback):
         self._group.start(workers)
         took = self._group.marks.group_up()
         hear_sigterm(workers)
+        spares = self._spares.took(workers, took["asked_ago_s"]) if self._spares else 0
         try:
-            RayTracker(self._group.run).call("group_started", world_size=len(workers), **took)
+            RayTracker(self._group.run).call(
+                "group_started", world_size=len(workers), spares=spares, **took
+            )
         except (RayCkptError, RayError) as error:
             # Training does not depend on it; the ledger will not know this start's phases.
             logger.warning("how long the workers took to start is not on record: %s", error)
@@ -218,6 +222,7 @@ def make_callbacks(
     run_dir: Path | None = None,
     hang_rule: HangRule | None = None,
     exclude_after: int = 0,
+    spare_after_s: float = 0.0,
 ) -> list[Any]:
     """The callbacks of a run, for ``RunConfig(callbacks=...)``.
 
@@ -228,15 +233,19 @@ def make_callbacks(
         run_dir: the run's folder, for what workers do in a hang.
         hang_rule: when a hang is one; None never looks.
         exclude_after: hangs of which a node is suspected before it gets no more workers; 0 for any number.
+        spare_after_s: how long a group trains before spare processes are started for the next one; 0 for none.
     """
     group = _Group(run, node_loss_wait_s)
+    spares = Spares(run, spare_after_s) if spare_after_s else None
     callbacks: list[Any] = [
-        GroupWatch(group),
+        GroupWatch(group, spares),
         WorkerErrors(group),
         ControllerDecisions(group, save_timeout_s),
     ]
     if hang_rule is not None and hang_rule.watches and run_dir is not None:
         callbacks.append(HangWatch(group, hang_rule, run_dir))
+    if spares is not None:
+        callbacks.append(spares)
     if exclude_after:
         callbacks.append(Avoidance(run, exclude_after))
     return callbacks

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # Between looks while the cluster offers more than the run has, seconds.
 CLOSE_LOOK_S = 1.0
+# The same while it has no room for a group. Ray's controller would ask again at once, and keep a processor and the head
+# busy, on which the nodes that are waited for have to start.
+NO_ROOM_S = 0.25
 
 
 def staying(
@@ -141,6 +144,12 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
             # What is raised in a policy ends the run; a count that is 20 s old costs one start in vain.
             logger.warning("the cluster could not be asked which nodes stay", exc_info=True)
         return int(super()._count_possible_workers(reserved))
+
+    def make_decision_for_non_running_worker_group(self) -> Any:
+        decision = super().make_decision_for_non_running_worker_group()
+        if isinstance(decision, NoopDecision):
+            time.sleep(NO_ROOM_S)
+        return decision
 
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any

@@ -234,7 +234,13 @@ class TrackerCore:
     # ---- attempts -------------------------------------------------------------------------------
 
     def group_started(
-        self, world_size: int, *, asked_ago_s: float, workers_ago_s: float, waited_s: float
+        self,
+        world_size: int,
+        *,
+        asked_ago_s: float,
+        workers_ago_s: float,
+        waited_s: float,
+        spares: int = 0,
     ) -> None:
         """Notes that a worker group is up, whose attempt has not begun yet.
 
@@ -244,10 +250,12 @@ class TrackerCore:
             workers_ago_s: seconds since its workers were up, and their process group was not.
             waited_s: how long the cluster had no room before the group was asked for, groups that did not come up
                 included, seconds.
+            spares: workers in processes that had been kept ready.
         """
         self._record(
             "group_started",
             world_size=world_size,
+            spares=spares,
             asked_ago_s=asked_ago_s,
             workers_ago_s=workers_ago_s,
             waited_s=waited_s,

@@ -33,6 +33,8 @@ class Cluster:
         monkeypatch.setattr(sizing, "draining_nodes", lambda: dict.fromkeys(self.draining))
         monkeypatch.setattr(sizing, "RayTracker", lambda run: self)
         monkeypatch.setattr(sizing.time, "monotonic", lambda: self.now)
+        self.slept: list[float] = []
+        monkeypatch.setattr(sizing.time, "sleep", self.slept.append)
         self.requests: list[int] = []
         self.refreshed = 0
         monkeypatch.setattr(sizing, "refresh_reservations", self.refresh)
@@ -141,6 +143,14 @@ def test_room_on_nodes_that_go_is_asked_for_elsewhere(cluster: Cluster) -> None:
     cluster.draining = set()
     assert cluster.running(4) is None
     assert cluster.requests == [11, 9]
+
+
+def test_while_there_is_no_room_the_controller_rests_between_its_looks(cluster: Cluster) -> None:
+    assert cluster.starting() is not None
+    assert cluster.slept == []
+    cluster.living = []
+    assert [cluster.starting() for _ in range(3)] == [None] * 3
+    assert cluster.slept == [sizing.NO_ROOM_S] * 3
 
 
 def test_a_worker_that_needs_what_a_node_lacks_has_no_room_there() -> None:

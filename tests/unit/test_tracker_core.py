@@ -407,6 +407,16 @@ def test_a_finished_attempt_was_not_lost(two):
     assert two.core.memory.finished_step is None
 
 
+@pytest.mark.parametrize("kind", ["user_stop", "resize", "drain", "worker_error", "node_loss"])
+def test_who_ends_a_group_whose_run_is_finished_interrupts_nothing(two, kind):
+    two.core.finished(two.generation, 25)
+    before = len(two.told)
+    verdict = two.core.interruption(kind=kind, cause="it came with the last step", group="g")
+    assert verdict.go_on
+    assert two.told[before:] == []
+    assert two.core.memory.finished_step == 25
+
+
 @pytest.mark.parametrize("reopened", [False, True])
 def test_steps_are_lost_once_when_an_attempt_ends_before_it_restored(two, reopened):
     two.core.interruption("node_loss", "x")

@@ -282,6 +282,20 @@ class LocalCluster:
             time.sleep(max(0.0, end - time.monotonic()))
             self.kill(node)
 
+    # What the processes of a node are.
+
+    def processes(self, node: str) -> list[int]:
+        """Process ids of all that runs on a node, parents before children; the head's has the drivers of jobs."""
+        return [process.pid for process in _processes.members([self._record().node(node).identity])]
+
+    def signal(self, node: str, number: int) -> int:
+        """Sends a signal to all processes of a node: with SIGSTOP and SIGCONT it hangs and comes back.
+
+        Returns:
+            To how many processes.
+        """
+        return _processes.send([self._record().node(node).identity], number)
+
     # What the cluster is.
 
     def nodes(self) -> list[NodeStatus]:

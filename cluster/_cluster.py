@@ -142,9 +142,10 @@ class LocalCluster:
 
     def _start_all(self, keep: bool) -> None:
         checksum = zlib.crc32(f"{os.getuid()}/{self.name}".encode())
+        loopback = f"127.{64 + checksum % 128}.{checksum // 128 % 256}"
         record = ClusterRecord(
             name=self.name,
-            subnet=f"127.{64 + checksum % 128}.{checksum // 128 % 256}",
+            subnet=self._settings.subnet or loopback,
             dashboard_port=self._dashboard_port or _launch.free_port(),
             owner=_processes.read(os.getpid()),
             settings=dataclasses.asdict(self._settings),

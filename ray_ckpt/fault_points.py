@@ -12,8 +12,8 @@ third time, ``NAME@3+=ACTION`` the third time and ever after. Actions:
 - ``stop``: SIGSTOP to this process, which goes on with a SIGCONT (``kill -CONT PID``);
 - ``eio``, ``enospc``: the error that a failing, or a full, disk gives, at the points of :data:`WITH_ERRORS`;
 - ``sleep:SECONDS``;
-- ``slow:FILE``: as many seconds as that file says at that moment, none while it is not there. So a disk becomes slow, and
-  well again, while the processes live: ``save.file@1+=slow:/tmp/slow``.
+- ``slow:FILE``: as many seconds as that file says at that moment, none while it is not there. So a disk becomes slow,
+  and well again, while the processes live: ``save.file@1+=slow:/tmp/slow``.
 
 Without the variable a point costs one call and one comparison, tens of nanoseconds.
 """

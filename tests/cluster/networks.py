@@ -26,7 +26,7 @@ def forbidden() -> str:
     for program in ("ip", "unshare", "nsenter"):
         if shutil.which(program) is None:
             return f"there is no program {program!r}"
-    make = "ip link add b type bridge && ip link add v type veth peer name w netns $$"
+    make = "ip link add br0 type bridge && ip link add v0 type veth peer name w0"
     tried = subprocess.run(
         ["unshare", "-n", "sh", "-c", make], capture_output=True, text=True, check=False
     )

@@ -120,10 +120,10 @@ class Hands:
         return found
 
     def _kill_one(self, word: str) -> list[Finding]:
-        for pid in self.find(HEAD, word):
-            # The shell that started a driver has its words, too.
-            if word != DRIVER or "python" in Path(command_line(pid).split(" ")[0]).name:
-                self._send(pid, signal.SIGKILL)
+        found = self.find(HEAD, word)
+        # The shell that started a driver has its words, too.
+        found = [pid for pid in found if not command_line(pid).startswith(("/bin/sh ", "sh "))]
+        self._send(found[0] if found else None, signal.SIGKILL)
         return []
 
     def _slow_disk(self, event: Event) -> list[Finding]:

@@ -15,8 +15,9 @@ from soak_schedule import Event
 from cluster.local import ClusterError, LocalCluster
 
 HEAD = "node0"
-WORKER, TRACKER, CONTROLLER = "ray::RayTrainWorker", "ray::TrackerActor", "ray::TrainController"
-HOLDER = "ray::HolderActor"
+# What Ray calls the processes of actors by, before or behind their names.
+WORKER, TRACKER, CONTROLLER = "RayTrainWorker", "TrackerActor", "TrainController"
+HOLDER = "HolderActor"
 DRIVER = "pretrain.py"
 SLOW_S = 0.25  # what each write takes longer on a slow disk
 # What goes to the disk of a run: a checkpoint's files, its manifest, the journal and the lines of steps.
@@ -68,8 +69,8 @@ class Hands:
                 self._cluster.add(node.name)
 
     def find(self, node: str, word: str) -> list[int]:
-        """Processes of a node whose command line has a word."""
-        return [pid for pid in self._cluster.processes(node) if word in command_line(pid)]
+        """Processes of a node that a word names."""
+        return find(self._cluster, node, word)
 
     def _worker(self, node: str) -> int | None:
         """The training worker on a node; any other where it has none just now."""
@@ -121,8 +122,6 @@ class Hands:
 
     def _kill_one(self, word: str) -> list[Finding]:
         found = self.find(HEAD, word)
-        # The shell that started a driver has its words, too.
-        found = [pid for pid in found if not command_line(pid).startswith(("/bin/sh ", "sh "))]
         self._send(found[0] if found else None, signal.SIGKILL)
         return []
 
@@ -154,6 +153,17 @@ _DEEDS: dict[str, Callable[[Hands, Event], list[Finding]]] = {
     "kill-driver": lambda hands, event: hands._kill_one(DRIVER),
     "slow-disk": Hands._slow_disk,
 }
+
+
+def find(cluster: LocalCluster, node: str, word: str) -> list[int]:
+    """Process ids on a node of the kind that a word names: one of the words above."""
+    return [pid for pid in cluster.processes(node) if _is(command_line(pid), word)]
+
+
+def _is(line: str, word: str) -> bool:
+    if word == DRIVER:  # the shell that started it has its words, too
+        return word in line and not line.startswith(("/bin/sh ", "sh "))
+    return line.startswith("ray::") and word in line
 
 
 def command_line(pid: int) -> str:

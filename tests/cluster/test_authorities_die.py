@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from soak import right_digests, write_data
-from soak_events import CONTROLLER, DRIVER, HEAD, TRACKER, WORKER, command_line
+from soak_events import CONTROLLER, DRIVER, HEAD, TRACKER, WORKER, command_line, find
 from soak_judge import judge_history, judge_journal, judge_ledger
 
 from cluster.local import LocalCluster
@@ -74,8 +74,7 @@ class Watched:
 
 def kill(cluster: LocalCluster, word: str) -> None:
     """SIGKILL to the one process of the head that a word names."""
-    found = [pid for pid in cluster.processes(HEAD) if word in command_line(pid)]
-    (pid,) = [pid for pid in found if not command_line(pid).startswith(("/bin/sh", "sh "))]
+    (pid,) = find(cluster, HEAD, word)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -99,9 +98,7 @@ def test_a_run_outlives_its_tracker_and_its_head(tmp_path: Path) -> None:
         took_s = run.reach(first, job, 1, before + 15)
         print(f"15 steps {took_s:.1f} s after the tracker's death, in the same attempt")
         assert run.ends() == []
-        workers = [
-            pid for node in nodes for pid in first.processes(node) if WORKER in command_line(pid)
-        ]
+        workers = [pid for node in nodes for pid in find(first, node, WORKER)]
         assert len(workers) == 2
         first.kill(HEAD, force=True)
         killed = time.monotonic()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from networks import INTERFACE, SUBNET, Networks, forbidden
 from soak import right_digests, write_data
-from soak_events import WORKER, command_line
+from soak_events import WORKER, command_line, find
 from soak_judge import judge_history, judge_journal, judge_ledger
 
 from cluster.local import LocalCluster, Settings
@@ -86,7 +86,7 @@ def test_a_worker_that_was_cut_off_comes_back_and_changes_nothing(
             ]
             by_id = {node.node_id: node.name for node in cluster.nodes()}
             lost = by_id[began["nodes"][rank]]
-            (worker,) = [pid for pid in cluster.processes(lost) if WORKER in command_line(pid)]
+            (worker,) = find(cluster, lost, WORKER)
             networks.cut(lost)
             took_s = until(lambda: at(2, 15), PATIENCE_S, told)
             print(

@@ -39,7 +39,7 @@ from soak_judge import (
     lost_by_kind,
 )
 from soak_remains import left_behind, look, ours
-from soak_schedule import LOSES_NODE, Event, draw
+from soak_schedule import BREAKS, LOSES_NODE, Event, draw
 from soak_story import SoakError, Story
 from tyro.conf import UseAppendAction
 
@@ -207,7 +207,7 @@ class Soak:
         self._say(f"the run is at step {best}")
         alive = {f"node{i}" for i in range(self._config.nodes)}
         end_s = time.monotonic() + 60.0 * self._config.minutes
-        may_end = False
+        may_end, beyond = False, 0
         for event in draw(self._config.seed, self._config.nodes, self._config.kinds):
             if time.monotonic() >= end_s or (
                 self._config.events and event.number > self._config.events
@@ -215,22 +215,27 @@ class Soak:
                 break
             if not event.at_once:
                 why = f"after event {event.number - 1}"
-                best = story.reach(best + event.after_steps, why, NEVER, may_end=may_end)
+                best = story.reach(
+                    best + event.after_steps, why, NEVER, may_end=may_end, beyond=beyond
+                )
                 may_end = False
                 hands.mend(alive)
             time.sleep(event.after_s)
             best = story.best()
             self._say(f"{event.number}: step {best}, {event.words()}")
             self.seen |= ours(look(), [self._name])
+            before = story.generation()
             self.happened.append((time.time(), event))
             self.findings += hands.do(event)
             if event.kind in LOSES_NODE:
                 alive.discard(event.node)
             elif event.kind == "add":
                 alive.add(event.node)
-            may_end = may_end or event.kind in ("kill-driver", "kill-controller")
+            if event.kind in BREAKS and not hands.missed:
+                beyond = before
+            may_end = may_end or event.kind == "kill-driver"
             best = story.best()
-        best = story.reach(best + 1, "after the last event", NEVER, may_end=may_end)
+        best = story.reach(best + 1, "after the last event", NEVER, may_end=may_end, beyond=beyond)
         self._say(f"all events are over at step {best}")
 
     def _end(self, story: Story, cluster: LocalCluster) -> None:

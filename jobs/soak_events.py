@@ -42,6 +42,7 @@ class Hands:
 
     def __init__(self, cluster: LocalCluster, switch: Path, say: Callable[[str], None]) -> None:
         self._cluster, self._switch, self._say = cluster, switch, say
+        self.missed = False  # whether there was nobody to whom the last event could happen
 
     def do(self, event: Event) -> list[Finding]:
         """Makes one event happen, and comes back when it is over.
@@ -49,6 +50,7 @@ class Hands:
         Returns:
             What must not be and was seen meanwhile.
         """
+        self.missed = False
         return _DEEDS[event.kind](self, event)
 
     def mend(self, alive: set[str]) -> None:
@@ -134,6 +136,7 @@ class Hands:
     def _send(self, pid: int | None, number: signal.Signals) -> bool:
         if pid is None:
             self._say("there is nobody just now to whom it could happen")
+            self.missed = True
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

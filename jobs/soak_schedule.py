@@ -34,6 +34,9 @@ KINDS: dict[str, tuple[int, str]] = {
 LOSES_NODE = frozenset({"kill-node", "drain", "freeze-node"})
 ON_WORKER = frozenset({"kill-worker", "freeze-worker", "hang-worker"})
 
+# After these a step of the attempt that was there is a late word of it, and no sign that the run goes on.
+BREAKS = frozenset({"kill-worker", "kill-controller", "kill-driver"})
+
 # Which ends of an attempt may follow an event. A node that comes, or is back in Ray's eyes, may do that at any time.
 ENDS: dict[str, frozenset[str]] = {
     "kill-worker": frozenset({"worker_error"}),

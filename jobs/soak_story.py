@@ -57,13 +57,26 @@ class Story:
 
     def best(self) -> int:
         """The highest step that was ever made."""
+        self._read()
+        return max((int(row["step"]) for row in self.rows[-1000:]), default=0)
+
+    def generation(self) -> int:
+        """The newest attempt."""
+        self._read()
+        begun = (
+            int(e["generation"]) for e in reversed(self.events) if e["event"] == "attempt_started"
+        )
+        return next(begun, 0)
+
+    def _read(self) -> None:
         for tail, found in ((self._steps, self.rows), (self._journal, self.events)):
             tail.look()
             while more := tail.read():
                 found += more
-        return max((int(row["step"]) for row in self.rows[-1000:]), default=0)
 
-    def reach(self, step: int, why: str, steps: int, *, may_end: bool = False) -> int:
+    def reach(
+        self, step: int, why: str, steps: int, *, may_end: bool = False, beyond: int = 0
+    ) -> int:
         """Waits until a step is made; the patience is for each new step, not for all of them.
 
         Args:
@@ -71,13 +84,14 @@ class Story:
             why: it is waited for.
             steps: of the run, for a job that takes over.
             may_end: whether a job that has failed is expected, and the same command follows.
+            beyond: an attempt whose own steps do not count.
 
         Raises:
             SoakError: no new step within the patience, or the job ended.
         """
         best = self.best()
         deadline, ask = time.monotonic() + self._patience_s, 0.0
-        while best < step:
+        while best < step or self.generation() <= beyond:
             if time.monotonic() >= ask:
                 status = self._status()
                 if status == "FAILED" and may_end:

@@ -54,7 +54,7 @@ ENDS: dict[str, frozenset[str]] = {
 
 FEWEST_NODES = 2
 _AT_ONCE = 0.25  # share of events that meet the recovery from the one before
-_STEPS = (3, 60)
+_STEPS = (2, 30)
 _LASTS_S = {
     "drain": (4.0, 12.0),
     "freeze-worker": (0.5, 4.0),

@@ -146,7 +146,7 @@ def job_command(storage: Path, data: Path, nodes: int) -> Callable[[int], list[s
         "elastic.settle-s": 1,
         "elastic.drain-margin-s": 2,
         "elastic.hang-factor": 10,
-        "elastic.hang-min-s": 15,
+        "elastic.hang-min-s": 30,
         "elastic.hang-long-s": 90,
         "elastic.leash-s": 5,
         "elastic.exclude-after": 0,
@@ -178,6 +178,7 @@ class Soak:
         self.findings: list[Finding] = []
         self.happened: list[tuple[float, Event]] = []
         self.seen: set[tuple[int, int]] = set()  # processes of the cluster
+        self.lost: set[str] = set()  # nodes, by none of the events
         self.jobs = 0
 
     def run(self) -> None:
@@ -219,7 +220,7 @@ class Soak:
                     best + event.after_steps, why, NEVER, may_end=may_end, beyond=beyond
                 )
                 may_end = False
-                hands.mend(alive)
+                self.lost.update(hands.mend(alive))
             time.sleep(event.after_s)
             best = story.best()
             self._say(f"{event.number}: step {best}, {event.words()}")
@@ -273,7 +274,7 @@ class Soak:
         self.findings += [
             *judge_history(story.rows, self._steps, BATCH, right_digests(self._data)),
             *judge_journal(story.events),
-            *judge_causes(self.happened, story.events),
+            *judge_causes(self.happened, story.events, self.lost),
             *judge_ledger(ledger.wall_s, ledger.buckets),
         ]
         print(f"\n{goodput_text(ledger)}\n")

@@ -53,12 +53,16 @@ class Hands:
         self.missed = False
         return _DEEDS[event.kind](self, event)
 
-    def mend(self, alive: set[str]) -> None:
+    def mend(self, alive: set[str]) -> list[str]:
         """Brings back nodes that a busy machine has lost by itself, so that the schedule is about those there are.
 
         Args:
             alive: names of the nodes that there should be.
+
+        Returns:
+            Names of those that were not.
         """
+        lost = []
         for node in self._cluster.nodes():
             if node.name in alive and node.state not in ("alive", "draining"):
                 self._say(
@@ -69,6 +73,8 @@ class Hands:
                 ):  # killed, where its processes are still there
                     self._cluster.kill(node.name)
                 self._cluster.add(node.name)
+                lost.append(node.name)
+        return lost
 
     def find(self, node: str, word: str) -> list[int]:
         """Processes of a node that a word names."""

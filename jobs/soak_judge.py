@@ -7,7 +7,7 @@ was done more than once must have been the same each time, to the last bit: a so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,13 +119,16 @@ def judge_ledger(wall_s: float, buckets: Mapping[str, float]) -> list[Finding]:
 
 
 def judge_causes(
-    happened: Sequence[tuple[float, Event]], events: Sequence[Mapping[str, Any]]
+    happened: Sequence[tuple[float, Event]],
+    events: Sequence[Mapping[str, Any]],
+    lost: Collection[str] = (),
 ) -> list[Finding]:
     """Ends of attempts that nothing that happened explains.
 
     Args:
         happened: when each event began, by the clock of the journal, and the event.
         events: of the journal.
+        lost: nodes that were lost by none of the events, as on a machine that is too busy to answer.
     """
     found = []
     for end in events:
@@ -134,7 +137,8 @@ def judge_causes(
         # Of all events so far: an end may come late, and what a node's return brings comes when it is worth it.
         before = [event for began_s, event in happened if began_s <= end["time"] + 1.0]
         allowed = ANY_TIME.union(*(ENDS[event.kind] for event in before[-3:]))
-        if end["kind"] not in allowed | {"user_stop"}:
+        by_itself = end["kind"] == "node_loss" and any(name in end["cause"] for name in lost)
+        if end["kind"] not in allowed | {"user_stop"} and not by_itself:
             last = before[-1].words() if before else "nothing"
             text = f"attempt {end['generation']} ended as {end['kind']} ({end.get('cause', '')}); before it: {last}"
             found.append(Finding(rule="each end has its cause", text=text))

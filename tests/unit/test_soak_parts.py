@@ -123,6 +123,9 @@ def test_ends_without_a_cause_and_old_attempts_that_commit_are_found() -> None:
     assert [f.rule for f in judge_causes(happened, [end("hang", 101.0)])] == [
         "each end has its cause"
     ]
+    node = end("node_loss", 101.0) | {"cause": "node node2 died, with rank 1"}
+    assert judge_causes(happened, [node], {"node2"}) == []
+    assert len(judge_causes(happened, [node], {"node1"})) == 1
     begun = [{"event": "attempt_started", "generation": n} for n in (1, 2)]
     commit = {"event": "commit", "step": 8, "generation": 1}
     assert judge_journal([begun[0], commit, begun[1]]) == []

@@ -358,7 +358,10 @@ class LocalCluster:
         Returns:
             The job's id.
         """
-        return self._job_server().submit(entrypoint, working_dir, env)
+        # What looks for "the" Ray from inside, as Ray Train's own cleaner does, finds this one also where the machine
+        # has others.
+        known = {"RAY_ADDRESS": self.address}
+        return self._job_server().submit(entrypoint, working_dir, known | dict(env or {}))
 
     def job_status(self, job_id: str) -> str:
         """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""

@@ -2,6 +2,8 @@
 
 The controller is a process of its own, and no part of Ray starts it again. Its workers go with it, and the job's driver
 and the run's tracker do not: so the driver makes another one, which begins a new attempt as after any other failure.
+What the dead one had reserved stays reserved for as long as the job lives (Ray Train has a cleaner for that, which must
+be able to ask the dashboard), and the next one would wait for it: so it is given back here.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from ray_ckpt import ray_private
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.tracker.client import TrackerClient
 
@@ -35,12 +38,14 @@ def fit_through_lost_controllers(
         RayCkptError: controllers die again and again, and the run gets nowhere.
     """
     idle = 0
+    others = ray_private.placement_groups()
     while True:
         try:
             make().fit()
             return
         except RayActorError as error:
             # Errors of workers come as errors of Ray Train: an actor that is not there is the controller.
+            ray_private.release(ray_private.placement_groups() - others)
             idle = 0 if tracker.call("status")["attempt_open"] else idle + 1
             if idle >= IDLE_TRIES:
                 raise RayCkptError(

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from ray_ckpt import refit
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.refit import CAUSE, IDLE_TRIES, fit_through_lost_controllers
+
+
+@pytest.fixture(autouse=True)
+def reserved(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Placement groups of the job: one is somebody else's, and each controller makes one."""
+    groups = {"theirs"}
+    monkeypatch.setattr(refit.ray_private, "placement_groups", lambda: set(groups))
+    monkeypatch.setattr(refit.ray_private, "release", groups.difference_update)
+    return groups
 
 
 class Tracker:
@@ -45,11 +55,17 @@ def trainers(outcomes: list[BaseException | None]) -> Any:
     return make
 
 
-def test_a_new_controller_follows_and_each_attempt_has_one_end() -> None:
+def test_a_new_controller_follows_and_each_attempt_has_one_end(reserved: set[str]) -> None:
     gone = RayActorError()
     make, tracker, slept = trainers([gone, gone, gone, None]), Tracker([True, False, True]), []
     tracker.verdict.wait_s = 2.0
-    fit_through_lost_controllers(make, tracker, slept.append)  # type: ignore[arg-type]
+
+    def reserving() -> Any:
+        assert reserved == {"theirs"}, "the one before holds what this one needs"
+        reserved.add(f"controller {len(make.left)}")
+        return make()
+
+    fit_through_lost_controllers(reserving, tracker, slept.append)  # type: ignore[arg-type]
     assert make.left == []
     # The second one died before an attempt began: that one has no end of its own.
     assert tracker.ends == [{"kind": "lost", "cause": CAUSE}] * 2

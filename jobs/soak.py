@@ -189,7 +189,10 @@ class Soak:
         """
         write_data(self._data)
         settings = Settings(
-            page=False, health=HEALTH, extra_env={FAULT_VARIABLE: slow_faults(self._switch)}
+            page=False,
+            health=HEALTH,
+            start_timeout_s=self._config.patience_s,
+            extra_env={FAULT_VARIABLE: slow_faults(self._switch)},
         )
         with LocalCluster(self._config.nodes, 1, name=self._name, settings=settings) as cluster:
             command = job_command(self.run_dir.parent, self._data, self._config.nodes)

@@ -259,8 +259,6 @@ def _environment(
     }
     health = settings.health
     environment |= {
-        # How long a node waits for its own raylet: by itself half a minute, on a machine that is busy too little.
-        "RAY_raylet_start_wait_time_s": str(round(settings.start_timeout_s)),
         "RAY_health_check_initial_delay_ms": str(round(1000 * health.period_s)),
         "RAY_health_check_period_ms": str(round(1000 * health.period_s)),
         "RAY_health_check_timeout_ms": str(round(1000 * health.timeout_s)),

@@ -29,7 +29,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from soak_events import CONTROLLER, DRIVER, HOLDER, TRACKER, WORKER, Hands, slow_faults
+from soak_events import (
+    CONTROLLER,
+    DRIVER,
+    HOLDER,
+    TRACKER,
+    WORKER,
+    Hands,
+    patiently,
+    slow_faults,
+)
 from soak_judge import (
     Finding,
     judge_causes,
@@ -194,7 +203,9 @@ class Soak:
             start_timeout_s=self._config.patience_s,
             extra_env={FAULT_VARIABLE: slow_faults(self._switch)},
         )
-        with LocalCluster(self._config.nodes, 1, name=self._name, settings=settings) as cluster:
+        cluster = LocalCluster(self._config.nodes, 1, name=self._name, settings=settings)
+        patiently(cluster.up, self._say)
+        try:
             command = job_command(self.run_dir.parent, self._data, self._config.nodes)
             story = Story(cluster, self.run_dir, command, ROOT, self._config.patience_s)
             story.submit(NEVER)
@@ -204,6 +215,8 @@ class Soak:
             finally:
                 self.seen |= ours(look(), [self._name])
                 self.jobs = len(story.jobs)
+        finally:
+            cluster.down()
         self._judge(story)
 
     def _events(self, story: Story, hands: Hands) -> None:

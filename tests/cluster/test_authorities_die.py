@@ -86,6 +86,7 @@ def until(holds: Callable[[], bool], within_s: float, what: str) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_tracker_and_its_head(tmp_path: Path) -> None:
     run = Watched(tmp_path)
     # A head without a worker: its end leaves all workers alive, and none of them has anybody to ask.

@@ -50,10 +50,12 @@ from ray_ckpt.view.tables import (
     render_table,
     wants_colour,
 )
+from ray_ckpt.view.told import Facts
 
 STORAGE_VARIABLE = "RAY_CKPT_STORAGE"
 DEFAULT_STORAGE = "~/ray_ckpt/runs"
 TIER = "durable"  # the one tier whose copies lie in the run's folder
+_ON_NODES = "committed on the nodes alone"
 
 EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 2, 130, 141
 
@@ -211,19 +213,12 @@ def command_ls(args: argparse.Namespace) -> int:
     for entry in entries:
         state, style = _state(entry)
         if not entry.committed and _tiers(entry, keeping):
-            state = "committed on the nodes alone"
+            state = _ON_NODES
         state += keeping.pinned(entry.folder.name)
-        checked_s = verified_at.get(entry.folder.name)
+        facts = keeping.facts(entry)
+        checked_s = _verified(entry, verified_at, facts)
         verified = "-" if checked_s is None else ago(checked_s, now_s)
-        manifest = entry.manifest
-        known = ("-", "-", "-", "-")
-        if manifest is not None:
-            known = (
-                ago(manifest.committed_at, now_s),
-                human_bytes(manifest.total_bytes),
-                str(manifest.world_size),
-                human_count(manifest.sample_offset),
-            )
+        known = facts.cells(now_s)
         row = [str(entry.step), str(entry.generation), *known, verified, state]
         if drills:
             row.insert(-1, _drilled(drills.get(entry.folder.name), now_s))
@@ -243,7 +238,10 @@ def command_show(args: argparse.Namespace) -> int:
     """`show RUN STEP`: one manifest, in full."""
     run = open_run(args.run, args.storage)
     entries = run.entries()
-    entry, keeping = pick(entries, args.step), run.keeping(entries)
+    keeping = run.keeping(entries)
+    entry = pick(_all(entries, keeping), args.step)
+    if not entry.committed and entry.quarantined is None and _tiers(entry, keeping):
+        return _show_told(entry, keeping, as_json=args.json)
     if entry.manifest is None and entry.quarantined is not None and not args.json:
         _show_note(entry, run.note(entry))
         return EXIT_FAULT
@@ -257,6 +255,8 @@ def command_show(args: argparse.Namespace) -> int:
             "drilled": _drill_json(entry, keeping),
         }
         more["tiers"] = _tiers(entry, keeping)
+        facts = keeping.facts(entry)
+        more |= {"stall_s": facts.stall_s, "upload_s": facts.upload_s, "read_back": facts.read_back}
         _print_json({**document, **more, **keeping.of(entry.folder.name)})
         return 0
     files = document.pop("files")
@@ -266,15 +266,27 @@ def command_show(args: argparse.Namespace) -> int:
     for name in ("sample_offset", "tokens"):
         document[name] = f"{document[name]} ({human_count(document[name])})"
     document["segment"] = _segment(document["segment"])
-    pairs = [("state", _state(entry)[0]), *keeping.fields(entry.folder.name)]
+    pairs = [("state", _state(entry)[0]), *keeping.fields(entry)]
     if drill := keeping.drill(entry.folder.name):
         pairs.append(("drilled", f"{drill.day} {drill.words}"))
-    pairs += [("folder", str(entry.folder)), *_flat(document)]
+    pairs += [("folder", str(entry.folder)), *_flat(document), *keeping.facts(entry).times()]
     pairs.append(("files", f"{len(files)}, {human_bytes(entry.manifest.total_bytes)}"))
     print(render_fields(pairs), end="\n\n")
     columns = [Column("FILE"), Column("SIZE", "right"), Column(entry.manifest.checksum_algorithm)]
     rows = [[file["path"], human_bytes(file["bytes"]), file["checksum"]] for file in files]
     print(render_table(columns, rows))
+    return 0
+
+
+def _show_told(entry: Listed, keeping: Keeping, *, as_json: bool) -> int:
+    """What the journal tells of a checkpoint that only nodes have; its manifest is there."""
+    if as_json:
+        _print_json(_listing(entry, {}, keeping))
+        return 0
+    facts = keeping.facts(entry)
+    pairs = [("state", _ON_NODES), *keeping.fields(entry), *facts.fields(time.time())]
+    print(render_fields(pairs))
+    _note("from the run's journal: the manifest and the list of files are on the nodes")
     return 0
 
 
@@ -338,21 +350,25 @@ def _tiers(entry: Listed, keeping: Keeping) -> list[str]:
 
 
 def _listing(entry: Listed, verified_at: dict[str, float], keeping: Keeping) -> dict[str, Any]:
-    manifest = entry.manifest
+    facts = keeping.facts(entry)
     return {
         "step": entry.step,
         "generation": entry.generation,
-        "committed_at": manifest and manifest.committed_at,
+        **facts.to_json(),
         "tiers": _tiers(entry, keeping),
-        "verified_at": verified_at.get(entry.folder.name),
-        "world_size": manifest and manifest.world_size,
-        "sample_offset": manifest and manifest.sample_offset,
-        "bytes": manifest and manifest.total_bytes,
+        "verified_at": _verified(entry, verified_at, facts),
         "fault": None if entry.fault == NO_MANIFEST and _tiers(entry, keeping) else entry.fault,
         "quarantined": entry.quarantined,
         "drilled": _drill_json(entry, keeping),
         **keeping.of(entry.folder.name),
     }
+
+
+def _verified(entry: Listed, verified_at: dict[str, float], facts: Facts) -> float | None:
+    """When a checkpoint was last read back: in the durable tier, or on the nodes where only those have it."""
+    if entry.committed:
+        return verified_at.get(entry.folder.name)
+    return max(facts.read_back.values(), default=None)
 
 
 def _drill_json(entry: Listed, keeping: Keeping) -> dict[str, Any] | None:

@@ -95,7 +95,12 @@ class InterruptionMark:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointLine:
-    """What the journal tells of one checkpoint; None for what it does not."""
+    """What the journal tells of one checkpoint; None for what it does not.
+
+    Attributes:
+        verified_at: when its bytes in the durable tier were last read and compared, seconds since the epoch.
+        read_back: tier on the nodes to the same.
+    """
 
     name: str
     step: int
@@ -105,10 +110,14 @@ class CheckpointLine:
     files: int | None = None
     world_size: int | None = None
     sample_offset: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+    param_norm: float | None = None
     stall_s: float | None = None
     upload_s: float | None = None
     validation_loss: float | None = None
     verified_at: float | None = None
+    read_back: dict[str, float] = field(default_factory=dict)
     quarantined: str | None = None
     refused: bool = False
     drilled: dict[str, Any] | None = None
@@ -246,13 +255,25 @@ class Chronicle:
         line.bytes, line.files = int(event["bytes"]), int(event["files"])
         line.world_size = _whole(event.get("world_size"))
         line.sample_offset = _whole(event.get("sample_offset"))
+        line.tokens = _whole(event.get("tokens"))
+        line.loss, line.param_norm = _number(event.get("loss")), _number(event.get("param_norm"))
         line.stall_s, line.upload_s = float(event["stall_s"]), float(event["upload_s"])
         if event.get("validation_loss") is not None:
             line.validation_loss = float(event["validation_loss"])
         self.last_failure = None
 
     def _on_replicated(self, event: dict[str, Any], time_s: float) -> None:
+        self._read_back(event, time_s)
         self.copied[str(event["name"])] = (int(event["copies"]), int(event["wanted"]))
+
+    def _on_promote(self, event: dict[str, Any], time_s: float) -> None:
+        self._read_back(event, time_s)
+
+    def _read_back(self, event: dict[str, Any], time_s: float) -> None:
+        """A copy on nodes counts once each node has compared what it has with the manifest."""
+        line, tier = self.checkpoints.get(str(event["name"])), str(event.get("tier", DURABLE))
+        if line is not None and tier != DURABLE:
+            line.read_back[tier] = time_s
 
     def _on_copies(self, event: dict[str, Any], time_s: float) -> None:
         # Of a new attempt: that a tier still has a checkpoint is told, and not how many copies of it live.
@@ -287,3 +308,7 @@ class Chronicle:
 
 def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

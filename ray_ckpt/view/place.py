@@ -25,11 +25,12 @@ from ray_ckpt.tiers.remote_records import pull_records
 from ray_ckpt.tiers.remote_store import RemoteStore
 from ray_ckpt.tiers.stock import stock_of
 from ray_ckpt.tracker.journal import JOURNAL_NAME
-from ray_ckpt.tracker.memory import RunMemory
 from ray_ckpt.tracker.recall import recall
 from ray_ckpt.tracker.rollback import passed
+from ray_ckpt.view.chronicle import Chronicle
 from ray_ckpt.view.keeping import Keeping
 from ray_ckpt.view.runs import find_run, some_like, verified_times
+from ray_ckpt.view.told import chronicle_in
 
 MOST_LOOKS = 10
 
@@ -62,9 +63,10 @@ class FolderRun:
 
     def keeping(self, entries: Sequence[Any]) -> Keeping:
         """Why each of its checkpoints is kept."""
-        memory = recall(self.folder)
+        chronicle = chronicle_in(self.folder)
+        memory = chronicle.memory
         stock = stock_of(entries, verified=memory.verified, passed=passed(memory.left))
-        return Keeping(memory, stock)
+        return Keeping(memory, stock, chronicle.checkpoints)
 
     def faults(self, entry: Any) -> list[Fault]:
         """Reads every byte of a checkpoint whose manifest was read."""
@@ -129,11 +131,10 @@ class RemoteRun:
             yield folder
 
     @cached_property
-    def records(self) -> tuple[RunMemory, dict[str, float], int]:
-        """What its journal there tells, when checkpoints were read back, and the newest attempt."""
+    def records(self) -> tuple[Chronicle, dict[str, float]]:
+        """What its journal there tells, and when checkpoints were read back."""
         with self.records_folder() as folder:
-            memory = recall(folder)
-            return memory, verified_times(folder), memory.generation
+            return chronicle_in(folder), verified_times(folder)
 
     def verified_times(self) -> dict[str, float]:
         """Name of a checkpoint to the last time that the run read it back."""
@@ -141,9 +142,11 @@ class RemoteRun:
 
     def keeping(self, entries: Sequence[Any]) -> Keeping:
         """Why each of its checkpoints is kept."""
-        memory = self.records[0]
+        chronicle = self.records[0]
+        memory = chronicle.memory
         verified, course = memory.verified, passed(memory.left)
-        return Keeping(memory, remote_stock(self.tier, entries, verified=verified, passed=course))
+        stock = remote_stock(self.tier, entries, verified=verified, passed=course)
+        return Keeping(memory, stock, chronicle.checkpoints)
 
     def faults(self, entry: Any) -> list[Fault]:
         """Reads every byte of a checkpoint whose manifest was read."""

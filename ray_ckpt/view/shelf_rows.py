@@ -188,7 +188,7 @@ class ShelfRows:
             "sample_offset": _first(seen and seen.sample_offset, line and line.sample_offset),
             "stall_s": line and line.stall_s,
             "upload_s": line and line.upload_s,
-            "loss": metrics.get("loss"),
+            "loss": _first(metrics.get("loss"), line and line.loss),
             "segment": seen and seen.segment,
             "drilled": _drilled(entry),
         }

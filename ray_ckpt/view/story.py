@@ -30,7 +30,8 @@ def _group(e: dict[str, Any]) -> str:
     took = human_duration(e["asked_ago_s"])
     # Less than that is how long the cluster takes to look.
     waited = f", after {human_duration(e['waited_s'])} without room" if e["waited_s"] >= 10 else ""
-    return f"{_workers(e['world_size'])} up {took} after they were asked for{waited}"
+    ready = f", {e['spares']} of them in spare processes" if e.get("spares") else ""
+    return f"{_workers(e['world_size'])} up {took} after they were asked for{ready}{waited}"
 
 
 def _restored(e: dict[str, Any]) -> str:

@@ -59,6 +59,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "ray job submit --working-dir . --runtime-env cluster/runtime_env.yaml -- python jobs/drill.py --run mine "
     "--every-s 3600": ("tests/dist/test_drill_worlds.py", '"drill.py"'),
+    "python jobs/soak.py --seed 7 --events 5 --nodes 3": ("tests/cluster/test_soak.py", '"jobs" / "soak.py"'),
     "ray-ckpt save RUN": ("tests/cluster/test_story.py", 'ask(cluster, "save"'),
     "ray-ckpt stop RUN": (STORY, "ray-ckpt stop mine"),
     "curl http://HEAD:8265/api/ray_ckpt/runs": ("tests/cluster/test_dashboard_page.py", '"/api/ray_ckpt/runs"'),
@@ -83,6 +84,7 @@ BY_HAND = {STORY: "python cluster/local.py up --nodes 3 --cpus 1", PROOFS: "pyth
 
 # No test runs these, and why.
 NOT_RUN: dict[str, str] = {
+    "python jobs/soak.py": "half an hour; tests/cluster/test_soak.py runs a few of its events",
     "kubectl patch raycluster ray-ckpt --type json -p "
     '\'[{"op": "replace", "path": "/spec/workerGroupSpecs/0/maxReplicas", "value": 6}]\'': (
         "needs Kubernetes; tests/unit/test_kube_files.py checks the path against the file and KubeRay's definitions"
@@ -153,7 +155,7 @@ def test_options_of_the_command_line_are_there(arguments: list[str]) -> None:
 
 CONFIGS = {
     "jobs/pretrain.py": "PretrainConfig", "jobs/prove.py": "ProveConfig", "jobs/drill.py": "DrillConfig",
-    "jobs/prepare.py": "PrepareOptions",
+    "jobs/prepare.py": "PrepareOptions", "jobs/soak.py": "SoakConfig",
 }  # fmt: skip
 
 

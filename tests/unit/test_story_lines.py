@@ -36,6 +36,10 @@ LINES: list[tuple[dict[str, Any], str]] = [
         {"event": "group_started", "world_size": 1, "asked_ago_s": 6.0, "waited_s": 75.0},
         "1 worker up 6.0s after they were asked for, after 1m 15s without room",
     ),
+    (
+        {"event": "group_started", "world_size": 3, "asked_ago_s": 0.8, "waited_s": 0.0, "spares": 2},
+        "3 workers up 0.80s after they were asked for, 2 of them in spare processes",
+    ),
     ({"event": "attempt_started", "generation": 3, "world_size": 1}, "attempt 3 starts with 1 worker"),
     ({"event": "attempt_started", "generation": 4, "world_size": 2}, "attempt 4 starts with 2 workers"),
     (

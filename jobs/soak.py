@@ -29,7 +29,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from soak_events import (
+from tyro.conf import UseAppendAction
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from soak_events import (  # noqa: E402
     CONTROLLER,
     DRIVER,
     HOLDER,
@@ -39,7 +45,7 @@ from soak_events import (
     patiently,
     slow_faults,
 )
-from soak_judge import (
+from soak_judge import (  # noqa: E402
     Finding,
     judge_causes,
     judge_history,
@@ -47,14 +53,9 @@ from soak_judge import (
     judge_ledger,
     lost_by_kind,
 )
-from soak_remains import left_behind, look, ours
-from soak_schedule import BREAKS, LOSES_NODE, Event, draw
-from soak_story import SoakError, Story
-from tyro.conf import UseAppendAction
-
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+from soak_remains import left_behind, look, ours  # noqa: E402
+from soak_schedule import BREAKS, LOSES_NODE, Event, draw  # noqa: E402
+from soak_story import SoakError, Story  # noqa: E402
 
 from cluster.local import HealthCheck, LocalCluster, Settings  # noqa: E402
 from ray_ckpt.config import Config  # noqa: E402

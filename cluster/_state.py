@@ -57,8 +57,8 @@ class HealthCheck:
         failures: Failed checks in a row that make a node dead.
     """
 
-    period_s: float = 1.0
-    timeout_s: float = 2.0
+    period_s: float = 0.5
+    timeout_s: float = 2.5
     failures: int = 3
 
     def __post_init__(self) -> None:

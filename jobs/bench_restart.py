@@ -8,7 +8,8 @@ is added, a node is drained. Of each event: from the last step before it to the 
 that were done twice. Ray's cluster settings are its defaults for its contender, and those of ``cluster/local.py`` for
 ours; ``--same-cluster`` gives both the latter. Exit code 0 only if all targets hold.
 
-Three rounds take about half an hour, ``--quick`` is one of them.
+Three rounds take about half an hour, ``--quick`` is one of them. ``--only ours`` (or ``stock``) measures one of the
+two, to see what a change brings: there are no ratios then. Of ours the ledger's phases of each restart are shown too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from bench_report import conclude, target_of
@@ -38,7 +39,9 @@ from ray_ckpt.data.index import load_index  # noqa: E402
 from ray_ckpt.errors import RayCkptError  # noqa: E402
 from ray_ckpt.local_ray import cluster as private_ray  # noqa: E402
 from ray_ckpt.options import parse, run_main  # noqa: E402
+from ray_ckpt.tracker.buckets import RESTART  # noqa: E402
 from ray_ckpt.tracker.journal import STEPS_NAME, read_lines  # noqa: E402
+from ray_ckpt.tracker.recall import read_ledger  # noqa: E402
 
 NODES, GLOBAL_BATCH, SEQ_LEN, EVERY = 3, 12, 128, 30
 # A worker on each node, and a CPU beside it: the tasks that read for Ray's own loop would find none else.
@@ -57,6 +60,9 @@ RAY_DEFAULT = {
 }
 
 
+Only = Literal["both", "ours", "stock"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchConfig:
     """What an interruption costs."""
@@ -67,6 +73,8 @@ class BenchConfig:
     """One round."""
     same_cluster: bool = False
     """Quick health checks for both contenders."""
+    only: Only = "both"
+    """Which contender is measured; the targets need both."""
     json: str = ""
     """File for the figures as JSON."""
 
@@ -217,8 +225,8 @@ def _group(row: dict[str, Any]) -> Any:
     return row.get("generation", row.get("began")), row["world_size"]
 
 
-def measure(contender: Contender, data: Path) -> list[dict[str, Any]]:
-    """One contender's way through the events, on a cluster of its own."""
+def measure(contender: Contender, data: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """One contender's way through the events, on a cluster of its own; and the phases of its restarts."""
     with (
         tempfile.TemporaryDirectory(prefix="bench-restart-") as folder,
         LocalCluster(NODES, NODE_CPUS, settings=contender.settings) as cluster,
@@ -226,7 +234,18 @@ def measure(contender: Contender, data: Path) -> list[dict[str, Any]]:
         storage = Path(folder)
         job = cluster.submit(contender.command(storage, data), working_dir=ROOT)
         story = _Story(cluster, job, contender.lines(storage))
-        return [{"who": contender.name, **row} for row in story.run()]
+        rows = [{"who": contender.name, **row} for row in story.run()]
+        return rows, phases(storage)
+
+
+def phases(storage: Path) -> list[dict[str, Any]]:
+    """Where the time of each restart went by our ledger, seconds; none for a contender that keeps no ledger."""
+    ledger = read_ledger(storage / "ours")
+    return [
+        {"kind": each.kind}
+        | {name.removeprefix(RESTART): round(took, 2) for name, took in each.buckets.items()}
+        for each in (ledger.restarts if ledger else ())
+    ]
 
 
 def targets_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -259,6 +278,7 @@ def main() -> int:
         Contender("ours", ours, lambda storage: storage / "ours" / STEPS_NAME, settings),
     ]
     rows: list[dict[str, Any]] = []
+    ledger: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="bench-restart-data-") as folder:
         data = Path(folder) / "data"
         with private_ray(2):
@@ -266,15 +286,21 @@ def main() -> int:
         print(f"{'who':<8}{'event':<14}{'to first step':>15}{'to new step':>13}{'steps lost':>12}")
         for number in range(1 if config.quick else config.rounds):
             for contender in contenders[:: 1 if number % 2 else -1]:
-                for row in measure(contender, data):
+                if config.only not in ("both", contender.name):
+                    continue
+                found, restarts = measure(contender, data)
+                for row in found:
                     rows.append({"round": number, **row})
                     print(
                         f"{row['who']:<8}{row['event']:<14}{row['to_first_step_s']:>13.1f} s"
                         f"{row['to_new_step_s']:>11.1f} s{row['steps_lost']:>12}",
                         flush=True,
                     )
-    targets = targets_of(rows)
-    return conclude(targets, rows, config.json)
+                for each in restarts:
+                    print("        " + ", ".join(f"{k} {v}" for k, v in each.items()), flush=True)
+                    ledger.append({"round": number, "phases_of": "ours", **each})
+    targets = targets_of(rows) if config.only == "both" else []
+    return conclude(targets, [*rows, *ledger], config.json)
 
 
 if __name__ == "__main__":

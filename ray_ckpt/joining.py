@@ -21,6 +21,7 @@ from ray_ckpt.session import Session
 from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.core import TrackerCore
 from ray_ckpt.tracker.lock import RunLock
+from ray_ckpt.warm import settle
 
 _NOWHERE = (
     "attach() joins a training function of Ray Train, or a program that has called "
@@ -62,6 +63,7 @@ def attach(config: Config) -> Session:
     stand_in = _stand_in.get()
     if stand_in is not None:
         return stand_in
+    settle()
     import ray
     import ray.train
     import ray.train.torch

@@ -56,6 +56,30 @@ def refresh_reservations() -> None:
         _missing("AutoscalingCoordinator.get_reserved_resources(recompute=True)", error)
 
 
+def placement_groups() -> set[str]:
+    """The placement groups of this job that hold, or wait for, resources."""
+    import ray
+    from ray.util import placement_group_table
+
+    job = ray.get_runtime_context().get_job_id()
+    found = placement_group_table()
+    # The id of a placement group ends with that of its job.
+    return {name for name, row in found.items() if name.endswith(job) and row["state"] != "REMOVED"}
+
+
+def release(groups: Collection[str]) -> None:
+    """Gives back what placement groups hold whose maker is gone."""
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    try:
+        from ray._raylet import PlacementGroupID
+
+        for name in groups:
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+    except (ImportError, TypeError, ValueError, AttributeError) as error:
+        _missing("ray._raylet.PlacementGroupID", error)
+
+
 def count_without(
     avoided: Callable[[], Collection[str]], slots: Callable[[], Mapping[str, int]]
 ) -> None:
@@ -140,19 +164,81 @@ def set_scaling_policy(trainer: Any, make: Callable[[Any], Any]) -> bool:
         make: from ``ScalingConfig`` to the policy.
     """
     name = "_initialize_and_run_controller"
-    start = getattr(trainer, name, None)
-    if start is None or ElasticScalingPolicy is None:
+    start, policy = getattr(trainer, name, None), _elastic_policy()[0]
+    if start is None or policy is None:
         _missing(f"{type(trainer).__name__}.{name}", AttributeError(name))
         return False
 
     def start_with(**kwargs: Any) -> Any:
-        if isinstance(kwargs.get("scaling_policy"), ElasticScalingPolicy):
+        if isinstance(kwargs.get("scaling_policy"), policy):
             kwargs["scaling_policy"] = make(kwargs["scaling_policy"].scaling_config)
         elif "scaling_policy" not in kwargs:
             _missing(f"{name}(scaling_policy=...)", TypeError("no such argument"))
         return start(**kwargs)
 
     setattr(trainer, name, start_with)
+    return True
+
+
+def setup_hook_variable() -> str:
+    """Variable that names what each worker process of a runtime environment calls first; empty when Ray has none.
+
+    Ray offers the field ``worker_process_setup_hook`` for whole jobs only; for single actors there is the variable.
+    """
+    try:
+        from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR as NAME
+    except ImportError as error:
+        _missing("ray._private.ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR", error)
+        return ""
+    return str(NAME)
+
+
+def prestart_workers(
+    address: str, *, job_id: str, runtime_env: str, number: int, keep_s: int, timeout_s: float
+) -> bool:
+    """Has a node start worker processes that wait for an actor of this runtime environment; False if it does not.
+
+    Ray gives an actor an idle process that has never run anything, if its job and its runtime environment are the same;
+    it starts one when there is none. The node's own call for starting some ahead has no Python name.
+
+    Args:
+        address: of the node's raylet, HOST:PORT.
+        job_id: of the job, in hex.
+        runtime_env: as an actor has it (``get_runtime_env_string()``), to the letter.
+        number: of processes.
+        keep_s: for how long the node keeps them idle at least, seconds.
+        timeout_s: longest wait for its answer, seconds.
+    """
+    try:
+        import grpc  # type: ignore[import-untyped]
+        from ray._private.grpc_utils import init_grpc_channel
+        from ray._private.utils import get_runtime_env_info
+        from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+        from ray.core.generated.common_pb2 import Language
+        from ray.runtime_env import RuntimeEnv
+
+        info = get_runtime_env_info(RuntimeEnv.deserialize(runtime_env))
+        # Written anew it could have its fields in another order, and be another one for Ray.
+        info.serialized_runtime_env = runtime_env
+        request = node_manager_pb2.PrestartWorkersRequest(
+            language=Language.Value("PYTHON"),
+            job_id=bytes.fromhex(job_id),
+            runtime_env_info=info,
+            keep_alive_duration_secs=keep_s,
+            num_workers=number,
+        )
+        channel = init_grpc_channel(address)
+        call = node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        _missing("NodeManagerService.PrestartWorkers", error)
+        return False
+    try:
+        call(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        logger.warning("node %s starts no spare processes: %s", address, error)
+        return False
+    finally:
+        channel.close()
     return True
 
 
@@ -204,6 +290,14 @@ def _missing(name: str, error: Exception) -> None:
     )
 
 
-ControllerCallback: Any = _callback("ControllerCallback")
-WorkerGroupCallback: Any = _callback("WorkerGroupCallback")
-ElasticScalingPolicy, NoopDecision = _elastic_policy()
+def __getattr__(name: str) -> Any:
+    """The classes of Ray Train that are extended, when they are asked for: it takes longer to load than the rest."""
+    if name in ("ControllerCallback", "WorkerGroupCallback"):
+        globals()[name] = _callback(name)
+    elif name in ("ElasticScalingPolicy", "NoopDecision"):
+        globals().update(
+            zip(("ElasticScalingPolicy", "NoopDecision"), _elastic_policy(), strict=True)
+        )
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]

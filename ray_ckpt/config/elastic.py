@@ -36,11 +36,15 @@ class ElasticConfig(FailureOptions):
     settle_s: float = 3.0
     """Take more workers after the cluster has offered the same for so long: one restart for several nodes, seconds."""
 
+    spare_after_s: float = 10.0
+    """Training time after which each node starts worker processes for the next restart, that wait with everything
+    imported (some hundred MB for each worker); seconds, 0 for none."""
+
     def __post_init__(self) -> None:
         self.check_failures()
         for name in ("cpus_per_worker", "resize_check_s", "start_timeout_s", "node_loss_wait_s"):
             more_than_0(f"--elastic.{flag(name)}", getattr(self, name))
-        for name in ("drain_margin_s", "min_gain", "cooldown_s", "settle_s"):
+        for name in ("drain_margin_s", "min_gain", "cooldown_s", "settle_s", "spare_after_s"):
             not_negative(f"--elastic.{flag(name)}", getattr(self, name))
         one_of(GpuUse, "--elastic.gpu", self.gpu)
         at_least(1, "--elastic.max-fruitless-attempts", self.max_fruitless_attempts)

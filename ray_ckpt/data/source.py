@@ -15,6 +15,7 @@ from ray.data.block import BlockMetadata
 from ray_ckpt.data.catalog import Index
 from ray_ckpt.data.mixture import Order
 from ray_ckpt.data.reader import OnCorrupt, Read, read_span
+from ray_ckpt.warm import task_options
 
 SPARE_BLOCKS = 2
 MIN_BUFFER_BYTES = 8 << 20
@@ -107,8 +108,13 @@ def ordered_dataset(
     source = GlobalOrderSource(index, order, tasks, on_corrupt)
     # More than there are tasks would be a warning in the job's log, at the end of every run.
     at_a_time = min(read_tasks, len(tasks))
+    options = task_options()
     dataset = ray.data.read_datasource(
-        source, override_num_blocks=len(tasks), concurrency=at_a_time, num_cpus=0
+        source,
+        override_num_blocks=len(tasks),
+        concurrency=at_a_time,
+        num_cpus=0,
+        **options,
     )
     if transform is not None:
         # The same resources and concurrency as the read: Ray Data makes one task of both.
@@ -119,12 +125,13 @@ def ordered_dataset(
             zero_copy_batch=True,
             num_cpus=0,
             compute=TaskPoolStrategy(size=at_a_time),
+            **options,
         )
-    options = dataset.context.execution_options
-    options.preserve_order = True
+    execution = dataset.context.execution_options
+    execution.preserve_order = True
     # Without a limit of its own each rank's dataset takes half of the cluster's object store, and
     # reads a whole epoch ahead of a slow consumer.
     blocks = read_tasks + prefetch_batches + SPARE_BLOCKS
     limit = max(MIN_BUFFER_BYTES, blocks * source.largest_task_bytes)
-    options.resource_limits = ExecutionResources(object_store_memory=limit)
+    execution.resource_limits = ExecutionResources(object_store_memory=limit)
     return dataset

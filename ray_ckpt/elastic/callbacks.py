@@ -23,7 +23,9 @@ from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
 from ray_ckpt.elastic.crew import step_worked_on
 from ray_ckpt.elastic.hangs import Hang, HangWatch
 from ray_ckpt.elastic.hearing import hear_sigterm
+from ray_ckpt.elastic.pulse import Pulse
 from ray_ckpt.elastic.silent_nodes import wait_for_silent
+from ray_ckpt.elastic.spares import Spares
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
 from ray_ckpt.errors import RayCkptError
 from ray_ckpt.policy.hang import HangRule
@@ -92,8 +94,8 @@ class _Group:
 class GroupWatch(WorkerGroupCallback):
     """Remembers who the workers are, and tells the tracker how long it took to get them."""
 
-    def __init__(self, group: _Group) -> None:
-        self._group = group
+    def __init__(self, group: _Group, spares: Spares | None = None) -> None:
+        self._group, self._spares = group, spares
 
     def before_init_train_context(self, workers: Any) -> dict[str, list[Any]]:
         self._group.marks.workers_up()
@@ -105,8 +107,11 @@ class GroupWatch(WorkerGroupCallback):
         self._group.start(workers)
         took = self._group.marks.group_up()
         hear_sigterm(workers)
+        spares = self._spares.took(workers, took["asked_ago_s"]) if self._spares else 0
         try:
-            RayTracker(self._group.run).call("group_started", world_size=len(workers), **took)
+            RayTracker(self._group.run).call(
+                "group_started", world_size=len(workers), spares=spares, **took
+            )
         except (RayCkptError, RayError) as error:
             # Training does not depend on it; the ledger will not know this start's phases.
             logger.warning("how long the workers took to start is not on record: %s", error)
@@ -176,8 +181,11 @@ class ControllerDecisions(ControllerCallback):
         workers = resize_decision.num_workers
         tracker = RayTracker(self._group.run)
         try:
-            self._save_first(tracker, workers)
             cause = Cause(kind="resize", text=f"the cluster has room for {workers} workers")
+            if dead := self._save_first(tracker, workers):
+                # The room is less because a node is gone, and with it a worker: that is no resize.
+                self._group.errors.update(dead)
+                cause = self._group.cause()
             if self._group.hang is not None:
                 cause = self._group.hang.cause(cause)  # found while the save was waited for
             tracker.call(
@@ -192,15 +200,19 @@ class ControllerDecisions(ControllerCallback):
             logger.warning("no save before the resize to %d workers: %s", workers, error)
         self._group.forget()
 
-    def _save_first(self, tracker: RayTracker, workers: int) -> None:
+    def _save_first(self, tracker: RayTracker, workers: int) -> dict[int, Exception]:
+        """Waits for a save; returns the errors of workers that died meanwhile, after which none comes."""
         # A save that is under way already is of a step before this one: it is not the one that is waited for.
         number = tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
         asked = time.monotonic()
         deadline = asked + self._save_timeout_s
+        pulse = Pulse(self._group.workers)
         while time.monotonic() < deadline and self._group.hang is None:
             status = tracker.call("status")
             if status["settled_request"] >= number:
-                return
+                return {}
+            if dead := pulse.dead():
+                return dead
             if status["leaving"]:
                 # They save and go by themselves, perhaps before they heard of this.
                 deadline = min(deadline, asked + HOLD_S)
@@ -208,6 +220,7 @@ class ControllerDecisions(ControllerCallback):
         logger.warning(
             "the save before the resize did not finish within %g s", self._save_timeout_s
         )
+        return {}
 
 
 def make_callbacks(
@@ -218,6 +231,7 @@ def make_callbacks(
     run_dir: Path | None = None,
     hang_rule: HangRule | None = None,
     exclude_after: int = 0,
+    spare_after_s: float = 0.0,
 ) -> list[Any]:
     """The callbacks of a run, for ``RunConfig(callbacks=...)``.
 
@@ -228,15 +242,19 @@ def make_callbacks(
         run_dir: the run's folder, for what workers do in a hang.
         hang_rule: when a hang is one; None never looks.
         exclude_after: hangs of which a node is suspected before it gets no more workers; 0 for any number.
+        spare_after_s: how long a group trains before spare processes are started for the next one; 0 for none.
     """
     group = _Group(run, node_loss_wait_s)
+    spares = Spares(run, spare_after_s) if spare_after_s else None
     callbacks: list[Any] = [
-        GroupWatch(group),
+        GroupWatch(group, spares),
         WorkerErrors(group),
         ControllerDecisions(group, save_timeout_s),
     ]
     if hang_rule is not None and hang_rule.watches and run_dir is not None:
         callbacks.append(HangWatch(group, hang_rule, run_dir))
+    if spares is not None:
+        callbacks.append(spares)
     if exclude_after:
         callbacks.append(Avoidance(run, exclude_after))
     return callbacks

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # Between looks while the cluster offers more than the run has, seconds.
 CLOSE_LOOK_S = 1.0
+# The same while it has no room for a group. Ray's controller would ask again at once, and keep a processor and the head
+# busy, on which the nodes that are waited for have to start.
+NO_ROOM_S = 0.25
 
 
 def staying(
@@ -71,6 +74,16 @@ class Looks:
         self._closely = more
 
 
+class _Named:
+    """The context of a run for Ray's policy, under another id."""
+
+    def __init__(self, context: Any, run_id: str) -> None:
+        self._context, self.run_id = context, run_id
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
 class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
     """The policy of one run.
 
@@ -97,6 +110,12 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
         self._living: frozenset[str] = frozenset()  # nodes, at the last look
         self._going: frozenset[str] = frozenset()  # those that are drained
         self._room_there = 0
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        # Ray reserves under a name that is new for each controller, and what one that died has reserved stays so for
+        # three minutes: the next one, of this job or of the next, would wait for it. Under the run's name it takes it
+        # over, and there is but one controller at a time: a run has one driver.
+        super().after_controller_start(_Named(train_run_context, f"ray_ckpt:{self._run}"))
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         possible = self._possible(reserved_resources)
@@ -141,6 +160,12 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
             # What is raised in a policy ends the run; a count that is 20 s old costs one start in vain.
             logger.warning("the cluster could not be asked which nodes stay", exc_info=True)
         return int(super()._count_possible_workers(reserved))
+
+    def make_decision_for_non_running_worker_group(self) -> Any:
+        decision = super().make_decision_for_non_running_worker_group()
+        if isinstance(decision, NoopDecision):
+            time.sleep(NO_ROOM_S)
+        return decision
 
     def make_decision_for_running_worker_group(
         self, worker_group_state: Any, worker_group_status: Any

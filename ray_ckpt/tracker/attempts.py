@@ -102,6 +102,7 @@ class Attempts:
         fault_point("attempt.begun")
         self._keeper.begin()
         self._tell_tiers()
+        self._loops.begin()
         self._steering.begin_attempt()
         self._places.began()
         return Attempt(
@@ -159,6 +160,9 @@ class Attempts:
     def interrupted(self, kind: str, cause: str, *, group: str = "", **more: Any) -> Verdict:
         """Notes that an attempt ended (see :meth:`ray_ckpt.tracker.core.TrackerCore.interruption`)."""
         trouble = self._memory.trouble
+        if self._memory.finished_step is not None:
+            # Somebody wanted the group to end while it made the last step: nothing was interrupted.
+            return verdict(self._memory, self._options, trouble)
         if trouble is not None and kind in ("worker_error", "lost"):
             # The attempt ended because it said so before.
             kind, cause = "nonfinite", str(trouble["reason"])

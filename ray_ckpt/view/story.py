@@ -9,7 +9,7 @@ from ray_ckpt.view.human import human_bytes, human_duration, shorten
 
 def tell(event: dict[str, Any]) -> str | None:
     """The line for an event; None for events that are not worth one."""
-    teller = _TELLERS.get(str(event.get("event")))
+    teller = TELLERS.get(str(event.get("event")))
     if teller is None:
         return None
     # A cause may be a whole traceback, and a log with a line an event is read line by line.
@@ -30,7 +30,8 @@ def _group(e: dict[str, Any]) -> str:
     took = human_duration(e["asked_ago_s"])
     # Less than that is how long the cluster takes to look.
     waited = f", after {human_duration(e['waited_s'])} without room" if e["waited_s"] >= 10 else ""
-    return f"{_workers(e['world_size'])} up {took} after they were asked for{waited}"
+    ready = f", {e['spares']} of them in spare processes" if e.get("spares") else ""
+    return f"{_workers(e['world_size'])} up {took} after they were asked for{ready}{waited}"
 
 
 def _restored(e: dict[str, Any]) -> str:
@@ -236,7 +237,7 @@ def _finished(e: dict[str, Any]) -> str:
     return f"finished at step {e['step']}"
 
 
-_TELLERS = {
+TELLERS = {
     "tracker_started": _tracker,
     "group_started": _group,
     "attempt_started": _attempt,

@@ -33,6 +33,8 @@ class Cluster:
         monkeypatch.setattr(sizing, "draining_nodes", lambda: dict.fromkeys(self.draining))
         monkeypatch.setattr(sizing, "RayTracker", lambda run: self)
         monkeypatch.setattr(sizing.time, "monotonic", lambda: self.now)
+        self.slept: list[float] = []
+        monkeypatch.setattr(sizing.time, "sleep", self.slept.append)
         self.requests: list[int] = []
         self.refreshed = 0
         monkeypatch.setattr(sizing, "refresh_reservations", self.refresh)
@@ -143,6 +145,14 @@ def test_room_on_nodes_that_go_is_asked_for_elsewhere(cluster: Cluster) -> None:
     assert cluster.requests == [11, 9]
 
 
+def test_while_there_is_no_room_the_controller_rests_between_its_looks(cluster: Cluster) -> None:
+    assert cluster.starting() is not None
+    assert cluster.slept == []
+    cluster.living = []
+    assert [cluster.starting() for _ in range(3)] == [None] * 3
+    assert cluster.slept == [sizing.NO_ROOM_S] * 3
+
+
 def test_a_worker_that_needs_what_a_node_lacks_has_no_room_there() -> None:
     assert room({"CPU": 8.0, "GPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}) == 2
     assert room({"CPU": 8.0}, {"CPU": 3.0, "GPU": 1.0}) == 0
@@ -240,3 +250,19 @@ def test_the_watch_tells_what_changed_and_survives_a_cluster_that_does_not_answe
         watch.once()
     one = Drain(node="n1", name="spot-1", deadline=5.0)
     assert told == [[one], [one, Drain(node="n2", name="n2", deadline=None)], []]
+
+
+def test_controllers_of_a_run_reserve_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a controller that died has reserved is the next one's: under a name of its own it would wait for minutes."""
+    names = []
+    for _ in range(2):
+        cluster = Cluster(monkeypatch)
+        context = SimpleNamespace(run_id=f"another each time {len(names)}")
+        cluster.policy.after_controller_start(context)
+        names.append(cluster.policy._requester_id)
+        assert cluster.requests == [9]
+    assert names[0] == names[1]
+    other = Sizing(ScalingConfig(num_workers=(1, 9)), run="s", sizes=(), micro_batches=8, check_s=1)
+    monkeypatch.setattr(other, "_send_resource_request", lambda: None)
+    other.after_controller_start(context)
+    assert other._requester_id not in names

@@ -95,7 +95,7 @@ def test_waiting_for_room_is_told_apart_from_starting(controller):
     controller.start(comes_up=False)
     controller.look(1)
     controller.start()
-    usual = {"world_size": 2, "asked_ago_s": 6.0, "workers_ago_s": 2.0}
+    usual = {"world_size": 2, "spares": 0, "asked_ago_s": 6.0, "workers_ago_s": 2.0}
     assert controller.starts() == [{**usual, "waited_s": 0.0}, {**usual, "waited_s": 7 + 4 + 1.0}]
     (ended,) = [more for method, more in controller.told if method == "interruption"]
     assert (ended["kind"], ended["noticed_ago_s"]) == ("node_loss", 20.0)

@@ -147,9 +147,8 @@ class Batch:
         """
         total = 0
         for index, state in self._rng_states:
-            digest = xxhash.xxh3_64(int(index).to_bytes(8, "little"))
-            digest.update(state.numpy().data)
-            total += digest.intdigest()
+            head = int(index).to_bytes(8, "little")
+            total += xxhash.xxh3_64_intdigest(head + state.numpy().tobytes())
         return total
 
     def __iter__(self) -> Iterator[MicroStep]:

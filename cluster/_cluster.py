@@ -142,9 +142,10 @@ class LocalCluster:
 
     def _start_all(self, keep: bool) -> None:
         checksum = zlib.crc32(f"{os.getuid()}/{self.name}".encode())
+        loopback = f"127.{64 + checksum % 128}.{checksum // 128 % 256}"
         record = ClusterRecord(
             name=self.name,
-            subnet=f"127.{64 + checksum % 128}.{checksum // 128 % 256}",
+            subnet=self._settings.subnet or loopback,
             dashboard_port=self._dashboard_port or _launch.free_port(),
             owner=_processes.read(os.getpid()),
             settings=dataclasses.asdict(self._settings),
@@ -282,6 +283,20 @@ class LocalCluster:
             time.sleep(max(0.0, end - time.monotonic()))
             self.kill(node)
 
+    # What the processes of a node are.
+
+    def processes(self, node: str) -> list[int]:
+        """Process ids of all that runs on a node, parents before children; the head's has the drivers of jobs."""
+        return [process.pid for process in _processes.members([self._record().node(node).identity])]
+
+    def signal(self, node: str, number: int) -> int:
+        """Sends a signal to all processes of a node: with SIGSTOP and SIGCONT it hangs and comes back.
+
+        Returns:
+            To how many processes.
+        """
+        return _processes.send([self._record().node(node).identity], number)
+
     # What the cluster is.
 
     def nodes(self) -> list[NodeStatus]:
@@ -343,7 +358,10 @@ class LocalCluster:
         Returns:
             The job's id.
         """
-        return self._job_server().submit(entrypoint, working_dir, env)
+        # What looks for "the" Ray from inside, as Ray Train's own cleaner does, finds this one also where the machine
+        # has others.
+        known = {"RAY_ADDRESS": self.address}
+        return self._job_server().submit(entrypoint, working_dir, known | dict(env or {}))
 
     def job_status(self, job_id: str) -> str:
         """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""

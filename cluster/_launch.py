@@ -53,6 +53,9 @@ class Settings:
         health: When a silent node is believed dead.
         extra_env: More environment variables for all processes of all nodes.
         page: Whether to put the page of checkpoints into this Python's Ray, if it can be written.
+        subnet: First three numbers of the nodes' addresses, for nodes that have networks of their own; empty takes
+            some of 127.0.0.0/8.
+        in_front: Words before each node's `ray start`, such as a program that enters a network; `{node}` is its name.
     """
 
     auth: str = "disabled"
@@ -61,8 +64,11 @@ class Settings:
     health: HealthCheck = field(default_factory=HealthCheck)
     extra_env: Mapping[str, str] = field(default_factory=dict)
     page: bool = True
+    subnet: str = ""
+    in_front: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "in_front", tuple(self.in_front))  # a list where it was read back
         if self.auth not in ("disabled", "token"):
             raise UsageError(f"--auth {self.auth!r}: choose disabled or token")
         if self.object_store_bytes < _MIN_OBJECT_STORE_BYTES:
@@ -219,7 +225,8 @@ def _command(
     store = folders.node_shared_memory(node.name)
     if shutil.disk_usage(store).free < settings.object_store_bytes:
         store = folders.node(node.name)  # containers often have a /dev/shm of 64 MB
-    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+    command = [word.replace("{node}", node.name) for word in settings.in_front]
+    command += [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
     if record.address:
         command += ["--address", record.address]
     else:

@@ -131,6 +131,17 @@ def _add_children(found: dict[int, Process], processes: dict[int, Process]) -> N
         found.update((process.pid, process) for process in new)
 
 
+def send(identities: Iterable[Identity], number: int) -> int:
+    """Sends a signal to every process of these nodes once, parents first; returns how many got it."""
+    sent = 0
+    for process in members(identities):
+        if is_alive(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+                sent += 1
+    return sent
+
+
 def kill(identities: Iterable[Identity], timeout_s: float = 10.0) -> int:
     """Sends SIGKILL to every process of these nodes until none is left.
 

@@ -20,7 +20,8 @@ Several clusters live side by side (`--name`), each with its own ports and folde
 that a cluster has started are ever touched. In tests, use `LocalCluster` as a context manager.
 
 Limits: Linux only. All nodes share this machine's cores, memory and disk, so speeds mean little, and
-a network that is cut cannot be shown. Ray's ports are open to the network that this machine is in:
+its network, so that none can be cut (as a library, `Settings.in_front` starts each node inside a
+network of its own: `tests/cluster/networks.py`). Ray's ports are open to the network that this machine is in:
 with `--auth disabled`, the default, whoever reaches them can run code here, so use `--auth token`
 where that matters. An idle head takes about 0.6 GB of memory, each further node about 0.2 GB.
 """
@@ -147,7 +148,9 @@ def _up(options: argparse.Namespace) -> None:
     cluster.up(keep=True)
     _print_status(cluster)
     if settings.page and ray_dashboard.status().enabled:
-        print(f"checkpoints of its runs: {cluster.dashboard_url}/checkpoints")
+        asks = settings.auth == "token"
+        path = ray_dashboard.SIGN_IN_PATH if asks else ray_dashboard.PAGE_PATH
+        print(f"checkpoints of its runs: {cluster.dashboard_url}{path}")
     print("\nTo use it from this shell:\n")
     print(_exports(cluster))
 

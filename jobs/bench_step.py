@@ -6,8 +6,8 @@ Two processes, a small decoder under DDP, the same rows from memory. The bare lo
 optimizer and all-reduces its loss, as any loop does that knows its loss. The other one is what README.md shows:
 ``session.batches()``, ``batch.backward()``, ``session.clip_grad_norm()``, ``session.step_end()``, with a tracker in a
 process of its own, and no save. Blocks of steps of both alternate, so that whatever else the machine does meets both;
-figures are medians of the blocks and of their pairs. Collectives are counted at the calls of ``torch.distributed``,
-those of DDP's gradients aside: there must be no more of them than in the bare loop.
+figures are medians of the blocks and of their pairs, the latter with their standard error. Collectives are counted at
+the calls of ``torch.distributed``, those of DDP's gradients aside: there must be no more of them than in the bare loop.
 
 The step is kept short, tens of milliseconds: what the accounting costs does not grow with the model. Beside it the same
 is measured with a model of next to nothing. On a busy machine look at the calm steps, the quickest twentieth: they
@@ -270,11 +270,20 @@ def measured(shape: str, rounds: int, block: int) -> list[dict[str, Any]]:
         for name, times in found["times"].items()
     ]
     ours, bare = found["times"]["ray_ckpt"], found["times"]["bare"]
-    rows[1]["over_bare"] = statistics.median(a / b for a, b in zip(ours, bare, strict=True))
-    for name, what in (("added_ms", "times"), ("added_cpu_ms", "cpu")):
+    over = [a / b for a, b in zip(ours, bare, strict=True)]
+    rows[1] |= {"over_bare": statistics.median(over), "over_bare_error": error_of(over)}
+    for name, what in (("added", "times"), ("added_cpu", "cpu")):
         pairs = zip(found[what]["ray_ckpt"], found[what]["bare"], strict=True)
-        rows[1][name] = statistics.median(1000 * (a - b) for a, b in pairs)
+        more = [1000 * (a - b) for a, b in pairs]
+        rows[1] |= {f"{name}_ms": statistics.median(more), f"{name}_ms_error": error_of(more)}
     return rows
+
+
+def error_of(values: list[float]) -> float:
+    """Standard error of a median, from the median deviation: few wild values do not move it."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * deviation / float(np.sqrt(len(values)))
 
 
 def main() -> int:
@@ -283,14 +292,16 @@ def main() -> int:
     rounds = 60 if config.quick else config.rounds
     rows = [row for shape in SHAPES for row in measured(shape, rounds, config.block)]
     print(
-        f"{'model':<10}{'loop':<10}{'step':>11}{'calm':>11}{'own time':>12}{'added':>11}{'collectives':>13}"
+        f"{'model':<10}{'loop':<10}{'step':>11}{'calm':>11}{'own time':>12}{'added':>22}{'collectives':>13}"
     )
     for row in rows:
-        added = f"{row['added_ms']:.3f} ms" if "added_ms" in row else ""
+        added = ""
+        if "added_ms" in row:
+            added = f"{row['added_ms']:.3f} +- {row['added_ms_error']:.3f} ms"
         print(
             f"{row['model']:<10}{row['loop']:<10}{1000 * row['step_s']:>8.2f} ms"
             f"{1000 * row['calm_s']:>8.2f} ms{1000 * row['cpu_s']:>9.2f} ms"
-            f"{added:>11}{row['collectives_per_step']:>13.1f}"
+            f"{added:>22}{row['collectives_per_step']:>13.1f}"
         )
     bare, ours = rows[:2]
     extra = ours["collectives_per_step"] - bare["collectives_per_step"]

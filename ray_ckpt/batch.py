@@ -96,6 +96,7 @@ class Batch:
         roll: tells who does not come, where ranks wait for each other.
         step: of the run, for messages.
         clock: measures the first forward pass.
+        exact: whether random numbers belong to micro-batches, so that the generator is looked at after each.
     """
 
     def __init__(
@@ -107,13 +108,14 @@ class Batch:
         roll: RollCall,
         step: int,
         clock: PassClock | None = None,
+        exact: bool = False,
     ) -> None:
         self._micro_steps, self._reducer, self._before = micro_steps, reducer, before
         # Of each pass, to be looked at when the step ends: small things that are done between two passes find the
         # processor's caches full of the model, and cost ten times what they cost together.
         self._losses: list[float | torch.Tensor] = []
         self._rng_states: list[tuple[int, torch.Tensor]] = []
-        self._device = device
+        self._device, self._exact = device, exact
         self._roll, self._step = roll, step
         self._clock, self._left = clock or PassClock(device), len(micro_steps)
         self.num_tokens = 0
@@ -138,7 +140,11 @@ class Batch:
 
     @property
     def rng_digest(self) -> int:
-        """Digest of the torch generator after each pass; a sum over micro-batches, as the samples' digest."""
+        """Digest of the torch generator; a sum over ranks, as the samples' digest.
+
+        In exact mode it is a sum over micro-batches, of the generator after each. Otherwise a rank's numbers go on
+        from one pass to the next, and the generator after the last one knows of all of them.
+        """
         total = 0
         for index, state in self._rng_states:
             digest = xxhash.xxh3_64(int(index).to_bytes(8, "little"))
@@ -151,17 +157,22 @@ class Batch:
         while True:
             if not self._left:
                 HERE.enter("reduce")
-            # The reducer of exact mode waits for the other ranks here, after the last pass.
-            with self._roll.during(f"the passes of step {self._step}"):
+            try:
+                # The reducer of exact mode waits for the other ranks here, after the last pass.
                 micro = next(turns, None)
+            except RuntimeError as error:
+                self._roll.judge(error, f"the passes of step {self._step}", HERE.now.since_s)
+                raise
             if micro is None:
                 break
             self._left -= 1
             HERE.enter("forward", left=self._left)
             self._before(micro)
             yield micro
-            if not micro.company:
+            if self._exact and not micro.company:
                 self._rng_states.append((micro.source.index, self._rng_state()))
+        if not self._exact:
+            self._rng_states.append((self._micro_steps[0].source.index, self._rng_state()))
         self.finished = True
         HERE.enter("optimizer")
 
@@ -185,16 +196,19 @@ class Batch:
         """
         self._clock.end()
         HERE.enter("backward", left=self._left)
-        with self._roll.during(f"backward() of step {self._step}"):
+        try:
             (loss * (0.0 if micro.company else self._reducer.scale)).backward()
+        except RuntimeError as error:
+            self._roll.judge(error, f"backward() of step {self._step}", HERE.now.since_s)
+            raise
         if micro.company:
             return
         # A copy: a compiled model may put the next pass's loss into the same memory.
         cpu = loss.device.type == "cpu"
         self._losses.append(loss.item() if cpu else loss.detach().clone())
         if tokens is None:
-            shape = micro.tokens.shape if micro.has_tokens else (0, 1)
-            tokens = shape[0] * (shape[1] - 1)
+            ids = micro.source.tokens  # the first of each row gives no loss
+            tokens = ids.size - len(ids) if ids.size else 0
         self.num_tokens += tokens
 
     def _rng_state(self) -> torch.Tensor:

@@ -50,16 +50,18 @@ from ray_ckpt.view.tables import (
     render_table,
     wants_colour,
 )
+from ray_ckpt.view.told import Facts
 
 STORAGE_VARIABLE = "RAY_CKPT_STORAGE"
 DEFAULT_STORAGE = "~/ray_ckpt/runs"
 TIER = "durable"  # the one tier whose copies lie in the run's folder
+_ON_NODES = "committed on the nodes alone"
 
 EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 2, 130, 141
 
 _EXIT_CODES = """exit codes:
   0    done; for verify: every committed checkpoint is as it was written
-  1    a fault, named with its file; or storage that cannot be read
+  1    a fault, named with its file; storage that cannot be read; or a wait that took too long
   2    wrong usage: an unknown option, run or step
   130  interrupted
   141  the reader of the output went away (as in `ray-ckpt ls RUN | head -1`)
@@ -104,18 +106,22 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     step_help = "a step, such as 1200 (newest generation), or 1200-g3"
 
-    def add(name: str, function: Any, text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, function: Any, text: str, *, folder_only: bool = False
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, **layout)
         command.set_defaults(command=function)
+        address = "" if folder_only else "its address on an object store, "
         command.add_argument(
             "run",
             metavar="RUN",
-            help="a run's folder, its address on an object store, or the name of a run below --storage",
+            help=f"a run's folder, {address}or the name of a run below --storage",
         )
         command.add_argument(
             "--storage",
             default=os.environ.get(STORAGE_VARIABLE) or DEFAULT_STORAGE,
-            help=f"folder of runs, or an address (default: ${STORAGE_VARIABLE} or {DEFAULT_STORAGE})",
+            help=f"folder of runs{'' if folder_only else ', or an address'} "
+            f"(default: ${STORAGE_VARIABLE} or {DEFAULT_STORAGE})",
         )
         command.add_argument("--json", action="store_true", help="print JSON for scripts")
         return command
@@ -135,16 +141,28 @@ def build_parser() -> argparse.ArgumentParser:
         "export",
         export_command.command_export,
         "Write the weights of a checkpoint as safetensors.",
+        folder_only=True,
     )
     export_command.add_arguments(export, step_help)
     drill = add(
         "drill",
         drill_command.command_drill,
         "Restore a checkpoint as a restart would, on one CPU, and compare its loss.",
+        folder_only=True,
     )
     drill_command.add_arguments(drill, step_help)
-    save = add("save", steer_command.command_save, "Have a run that trains save now, and wait.")
-    stop = add("stop", steer_command.command_stop, "Have a run save, and end its job.")
+    save = add(
+        "save",
+        steer_command.command_save,
+        "Have a run that trains save now, and wait.",
+        folder_only=True,
+    )
+    stop = add(
+        "stop",
+        steer_command.command_stop,
+        "Have a run save, and end its job.",
+        folder_only=True,
+    )
     for command in (save, stop):
         steer_command.add_arguments(command)
     goodput_command.add_command(add)
@@ -195,19 +213,12 @@ def command_ls(args: argparse.Namespace) -> int:
     for entry in entries:
         state, style = _state(entry)
         if not entry.committed and _tiers(entry, keeping):
-            state = "committed on the nodes alone"
+            state = _ON_NODES
         state += keeping.pinned(entry.folder.name)
-        checked_s = verified_at.get(entry.folder.name)
+        facts = keeping.facts(entry)
+        checked_s = _verified(entry, verified_at, facts)
         verified = "-" if checked_s is None else ago(checked_s, now_s)
-        manifest = entry.manifest
-        known = ("-", "-", "-", "-")
-        if manifest is not None:
-            known = (
-                ago(manifest.committed_at, now_s),
-                human_bytes(manifest.total_bytes),
-                str(manifest.world_size),
-                human_count(manifest.sample_offset),
-            )
+        known = facts.cells(now_s)
         row = [str(entry.step), str(entry.generation), *known, verified, state]
         if drills:
             row.insert(-1, _drilled(drills.get(entry.folder.name), now_s))
@@ -227,7 +238,10 @@ def command_show(args: argparse.Namespace) -> int:
     """`show RUN STEP`: one manifest, in full."""
     run = open_run(args.run, args.storage)
     entries = run.entries()
-    entry, keeping = pick(entries, args.step), run.keeping(entries)
+    keeping = run.keeping(entries)
+    entry = pick(_all(entries, keeping), args.step)
+    if not entry.committed and entry.quarantined is None and _tiers(entry, keeping):
+        return _show_told(entry, keeping, as_json=args.json)
     if entry.manifest is None and entry.quarantined is not None and not args.json:
         _show_note(entry, run.note(entry))
         return EXIT_FAULT
@@ -241,6 +255,8 @@ def command_show(args: argparse.Namespace) -> int:
             "drilled": _drill_json(entry, keeping),
         }
         more["tiers"] = _tiers(entry, keeping)
+        facts = keeping.facts(entry)
+        more |= {"stall_s": facts.stall_s, "upload_s": facts.upload_s, "read_back": facts.read_back}
         _print_json({**document, **more, **keeping.of(entry.folder.name)})
         return 0
     files = document.pop("files")
@@ -250,15 +266,27 @@ def command_show(args: argparse.Namespace) -> int:
     for name in ("sample_offset", "tokens"):
         document[name] = f"{document[name]} ({human_count(document[name])})"
     document["segment"] = _segment(document["segment"])
-    pairs = [("state", _state(entry)[0]), *keeping.fields(entry.folder.name)]
+    pairs = [("state", _state(entry)[0]), *keeping.fields(entry)]
     if drill := keeping.drill(entry.folder.name):
         pairs.append(("drilled", f"{drill.day} {drill.words}"))
-    pairs += [("folder", str(entry.folder)), *_flat(document)]
+    pairs += [("folder", str(entry.folder)), *_flat(document), *keeping.facts(entry).times()]
     pairs.append(("files", f"{len(files)}, {human_bytes(entry.manifest.total_bytes)}"))
     print(render_fields(pairs), end="\n\n")
     columns = [Column("FILE"), Column("SIZE", "right"), Column(entry.manifest.checksum_algorithm)]
     rows = [[file["path"], human_bytes(file["bytes"]), file["checksum"]] for file in files]
     print(render_table(columns, rows))
+    return 0
+
+
+def _show_told(entry: Listed, keeping: Keeping, *, as_json: bool) -> int:
+    """What the journal tells of a checkpoint that only nodes have; its manifest is there."""
+    if as_json:
+        _print_json(_listing(entry, {}, keeping))
+        return 0
+    facts = keeping.facts(entry)
+    pairs = [("state", _ON_NODES), *keeping.fields(entry), *facts.fields(time.time())]
+    print(render_fields(pairs))
+    _note("from the run's journal: the manifest and the list of files are on the nodes")
     return 0
 
 
@@ -322,21 +350,25 @@ def _tiers(entry: Listed, keeping: Keeping) -> list[str]:
 
 
 def _listing(entry: Listed, verified_at: dict[str, float], keeping: Keeping) -> dict[str, Any]:
-    manifest = entry.manifest
+    facts = keeping.facts(entry)
     return {
         "step": entry.step,
         "generation": entry.generation,
-        "committed_at": manifest and manifest.committed_at,
+        **facts.to_json(),
         "tiers": _tiers(entry, keeping),
-        "verified_at": verified_at.get(entry.folder.name),
-        "world_size": manifest and manifest.world_size,
-        "sample_offset": manifest and manifest.sample_offset,
-        "bytes": manifest and manifest.total_bytes,
+        "verified_at": _verified(entry, verified_at, facts),
         "fault": None if entry.fault == NO_MANIFEST and _tiers(entry, keeping) else entry.fault,
         "quarantined": entry.quarantined,
         "drilled": _drill_json(entry, keeping),
         **keeping.of(entry.folder.name),
     }
+
+
+def _verified(entry: Listed, verified_at: dict[str, float], facts: Facts) -> float | None:
+    """When a checkpoint was last read back: in the durable tier, or on the nodes where only those have it."""
+    if entry.committed:
+        return verified_at.get(entry.folder.name)
+    return max(facts.read_back.values(), default=None)
 
 
 def _drill_json(entry: Listed, keeping: Keeping) -> dict[str, Any] | None:

@@ -11,7 +11,9 @@ third time, ``NAME@3+=ACTION`` the third time and ever after. Actions:
 - ``kill``: SIGKILL to this process, ``kill-parent`` to the one that started it;
 - ``stop``: SIGSTOP to this process, which goes on with a SIGCONT (``kill -CONT PID``);
 - ``eio``, ``enospc``: the error that a failing, or a full, disk gives, at the points of :data:`WITH_ERRORS`;
-- ``sleep:SECONDS``.
+- ``sleep:SECONDS``;
+- ``slow:FILE``: as many seconds as that file says at that moment, none while it is not there. So a disk becomes slow,
+  and well again, while the processes live: ``save.file@1+=slow:/tmp/slow``.
 
 Without the variable a point costs one call and one comparison, tens of nanoseconds.
 """
@@ -25,6 +27,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock, get_ident
 
 from ray_ckpt.errors import ConfigError
@@ -102,7 +105,7 @@ WITH_ERRORS = frozenset(
 )
 """Points from which an error can come in life too. An error from elsewhere would show nothing but itself."""
 
-ACTIONS = ("kill", "kill-parent", "stop", "eio", "enospc", "sleep:SECONDS")
+ACTIONS = ("kill", "kill-parent", "stop", "eio", "enospc", "sleep:SECONDS", "slow:FILE")
 
 _ERRORS = {"eio": errno.EIO, "enospc": errno.ENOSPC}
 _SPEC = re.compile(r"(?P<name>[^@=]+)(@(?P<nth>\d+)(?P<ever>\+)?)?=(?P<action>.+)")
@@ -119,7 +122,7 @@ class Fault:
     @property
     def goes_on(self) -> bool:
         """Whether all of what comes next is done after it, sooner or later."""
-        return self.action == "stop" or self.action.startswith("sleep")
+        return self.action == "stop" or self.action.startswith(("sleep", "slow"))
 
     def strikes(self, count: int) -> bool:
         return count == self.nth or (self.ever and count > self.nth)
@@ -144,7 +147,7 @@ def parse_faults(text: str) -> dict[str, list[Fault]]:
             raise ConfigError(
                 f"{FAULT_VARIABLE}: there is no fault point {name!r}. Those that there are: {', '.join(POINTS)}."
             )
-        if not (action in ACTIONS[:-1] or _seconds(action) is not None):
+        if not (action in ACTIONS[:-2] or _seconds(action) is not None):
             raise ConfigError(
                 f"{FAULT_VARIABLE}: {action!r} in {spec!r} is no action. Those that there are: {', '.join(ACTIONS)}."
             )
@@ -220,8 +223,17 @@ def _do(action: str, name: str) -> None:
 
 
 def _seconds(action: str) -> float | None:
+    if (file := re.fullmatch(r"slow:(/.+)", action)) is not None:
+        return _said(Path(file[1]))
     match = re.fullmatch(r"sleep:(\d+(\.\d+)?)", action)
     return None if match is None else float(match[1])
+
+
+def _said(path: Path) -> float:
+    try:
+        return max(0.0, float(path.read_text()))
+    except (OSError, ValueError):  # not there, or in the middle of being written
+        return 0.0
 
 
 _armed: Armed | None = None

@@ -32,9 +32,12 @@ logger = logging.getLogger(__name__)
 READ_IN = "2.60.0"
 VARIABLE = "RAY_CKPT_DASHBOARD"  # "0": no page in the Rays that are started here
 SHIM_FOLDER = "ray_ckpt_checkpoints"
+PAGE_PATH = "/checkpoints"
+SIGN_IN_PATH = "/static/ray_ckpt/checkpoints"  # asks for the token, and leads to the page
 
 _NAMESPACE = b"ray_ckpt"
 _PREFIX = b"run:"
+_PAGE = b"page"
 _ASK_S = 5.0
 
 _SHIM = '''"""Put here by `ray-ckpt dashboard enable`; `ray-ckpt dashboard disable` takes it away.
@@ -178,6 +181,42 @@ def register_run(record: Mapping[str, Any]) -> None:
     except Exception:
         # Whoever looks on must not stop a run.
         logger.warning("run %r is not shown in the dashboard", record.get("run"), exc_info=True)
+
+
+def asks_for_token() -> bool:
+    """Whether the dashboard in whose process this is lets nobody in without the token of its cluster."""
+    try:
+        from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+        return bool(is_token_auth_enabled())
+    except (ImportError, AttributeError) as error:
+        logger.warning("whether this Ray asks for a token is not known (%s)", error)
+        return False
+
+
+def tell_page(client: Any, path: str) -> None:
+    """Tells jobs of this Ray where its dashboard has the page.
+
+    Args:
+        client: to the store of the cluster, such as ``DashboardHeadModule.gcs_client``.
+        path: of the address that people are to open.
+    """
+    client.internal_kv_put(_PAGE, path.encode(), True, _NAMESPACE, timeout=_ASK_S)
+
+
+def page_path() -> str:
+    """Where the dashboard of the Ray of this job has the page, for its log; empty when it has none."""
+    try:
+        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_initialized
+
+        if _internal_kv_initialized():
+            return (_internal_kv_get(_PAGE, namespace=_NAMESPACE) or b"").decode()
+    except Exception:
+        # Whoever looks on must not stop a run.
+        logger.warning(
+            "where the dashboard has the page of checkpoints is not known", exc_info=True
+        )
+    return ""
 
 
 def registered_runs(client: Any) -> list[dict[str, Any]]:

@@ -56,6 +56,30 @@ def refresh_reservations() -> None:
         _missing("AutoscalingCoordinator.get_reserved_resources(recompute=True)", error)
 
 
+def placement_groups() -> set[str]:
+    """The placement groups of this job that hold, or wait for, resources."""
+    import ray
+    from ray.util import placement_group_table
+
+    job = ray.get_runtime_context().get_job_id()
+    found = placement_group_table()
+    # The id of a placement group ends with that of its job.
+    return {name for name, row in found.items() if name.endswith(job) and row["state"] != "REMOVED"}
+
+
+def release(groups: Collection[str]) -> None:
+    """Gives back what placement groups hold whose maker is gone."""
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    try:
+        from ray._raylet import PlacementGroupID
+
+        for name in groups:
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+    except (ImportError, TypeError, ValueError, AttributeError) as error:
+        _missing("ray._raylet.PlacementGroupID", error)
+
+
 def count_without(
     avoided: Callable[[], Collection[str]], slots: Callable[[], Mapping[str, int]]
 ) -> None:

@@ -46,17 +46,29 @@ class RollCall:
         Raises:
             OutOfStepError: in place of the error of torch when the wait failed; all other errors pass.
         """
-        started = time.monotonic()
+        started_s = time.monotonic()
         try:
             yield
-        except OutOfStepError:
-            raise
         except RuntimeError as error:
-            if not is_wait(error):
-                raise
-            waited_s = time.monotonic() - started
-            text = explain(self._rank, self._size, call, self._ask(call), waited_s, error)
-            raise OutOfStepError(text) from error
+            self.judge(error, call, started_s)
+            raise
+
+    def judge(self, error: RuntimeError, call: str, since_s: float) -> None:
+        """Judges what a call of all ranks has raised; for calls of every step, where a context costs too much.
+
+        Args:
+            error: what it raised.
+            call: its name, for messages.
+            since_s: when it began, by the steady clock, seconds.
+
+        Raises:
+            OutOfStepError: the error says that the wait failed.
+        """
+        if isinstance(error, OutOfStepError) or not is_wait(error):
+            return
+        waited_s = time.monotonic() - since_s
+        text = explain(self._rank, self._size, call, self._ask(call), waited_s, error)
+        raise OutOfStepError(text) from error
 
     def _ask(self, call: str) -> dict[int, str]:
         """Where the ranks are that left word, this one among them."""

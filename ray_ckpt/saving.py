@@ -68,6 +68,8 @@ class Saving:
         self._group, self._device = group, device
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._run_dir, self._stack = config.run_dir, config.tiers.stack()
+        on_nodes = bool(self._stack.node_tiers) and not self._stack.remote
+        self._may_bypass = on_nodes and self._rank == 0
         to_ray = config.saving.report_to_ray
         self._reporter = Reporter(self._run_dir, self._rank) if to_ray else None
         self._prepared_bytes = 0
@@ -105,8 +107,7 @@ class Saving:
         A full memory or a dead holder must not keep a run from its durable folder; an object store cannot be
         written by workers.
         """
-        possible = bool(self._stack.node_tiers) and not self._stack.remote
-        return possible and self._rank == 0 and self._steward.failures >= failures
+        return self._may_bypass and self._steward.failures >= failures
 
     def save(self, *, direct: bool = False) -> float:
         """Begins a save; returns how long to hold after it, seconds (0 on ranks other than 0).

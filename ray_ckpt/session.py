@@ -41,6 +41,7 @@ from ray_ckpt.elastic.leash import Leash
 from ray_ckpt.elastic.parallel import pads
 from ray_ckpt.elastic.passclock import PassClock
 from ray_ckpt.elastic.whereabouts import HERE
+from ray_ckpt.elastic.word import Word
 from ray_ckpt.ending import Ending
 from ray_ckpt.errors import StateError
 from ray_ckpt.facts import order_of
@@ -69,7 +70,7 @@ class Session(ModelSession):
         config: of the run.
         tracker: on rank 0, who to ask; None on the others.
         device: of this rank.
-        nodes: on rank 0, node of each rank, for the record.
+        nodes: node of each rank, for the record, and so that one worker of a node asks for all.
         node: of this rank.
         check: on every rank, asks the tracker whether an attempt, by its number, is the present one; None: nobody is
             there to be asked.
@@ -187,8 +188,13 @@ class Session(ModelSession):
         self._listener = Listener(self._steward) if self._talk.tracker is not None else None
         sigterm.listen()  # below Ray Train the main thread has done so (elastic/callbacks.py)
         if self._is_present is not None and self.config.elastic.leash_s:
-            present = partial(self._is_present, attempt.generation)
-            self._leash = Leash(present, self.config.elastic.leash_s)
+            mine = self._nodes.count(self._node)
+            self._leash = Leash(
+                partial(self._is_present, attempt.generation),
+                self.config.elastic.leash_s,
+                word=Word(self.config.run_dir, attempt.generation),
+                turn=self._nodes[: self.rank].count(self._node) / max(1, mine - 1),
+            )
             self._leash.start()
         self._usage = Usage(state, self.config.steps)
         self._seen = time.monotonic()
@@ -269,13 +275,17 @@ class Session(ModelSession):
             )
         self._batch = None
         step = state.progress.step + 1
-        with self._roll.during(f"step_end() of step {step}"):
+        HERE.enter("agree")
+        begun_s = time.monotonic()
+        try:
             return self._end_step(state, batch, step, lr, grad_norm)
+        except RuntimeError as error:
+            self._roll.judge(error, f"step_end() of step {step}", begun_s)
+            raise
 
     def _end_step(
         self, state: TrainState, batch: Batch, step: int, lr: float, grad_norm: float | None
     ) -> Agreement:
-        HERE.enter("agree")
         loss, bad_losses = batch.loss
         wants_leave, unsaved = self._wants_leave()
         agreement = agree(
@@ -435,7 +445,8 @@ class Session(ModelSession):
         step = self.progress.step + 1
         reducer = self._spread_model()
         roll, clock = self._roll, self._clock
-        return Batch(passes, reducer, self._before_pass, self.device, roll, step, clock)
+        exact = self.config.exact
+        return Batch(passes, reducer, self._before_pass, self.device, roll, step, clock, exact)
 
     def _before_pass(self, micro: MicroStep) -> None:
         # In exact mode dropout must not know who computes a micro-batch, nor how often it was computed.

@@ -16,6 +16,7 @@ from ray_ckpt.data.fixed import fixed_rows
 from ray_ckpt.data.own import OwnIndex
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.elastic.parallel import Reducer, spread
+from ray_ckpt.elastic.whereabouts import HERE
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.facts import index_of, order_of
 from ray_ckpt.rollcall import RollCall
@@ -148,8 +149,11 @@ class ModelSession:
         Returns:
             The norm before.
         """
-        with self._roll.during("clip_grad_norm()"):
+        try:
             return self._spread_model().clip_grad_norm(max_norm)
+        except RuntimeError as error:
+            self._roll.judge(error, "clip_grad_norm()", HERE.now.since_s)
+            raise
 
     def _new_group(self) -> dist.ProcessGroup:
         timeout = timedelta(seconds=self.config.saving.timeout_s)

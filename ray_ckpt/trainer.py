@@ -5,6 +5,7 @@ Everything that can be refused is refused before a worker starts, and before any
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
@@ -137,9 +138,8 @@ def _check_sendable(config: Config, train: Callable[..., None]) -> None:
             ) from error
 
 
-def _fit(
-    config: C, train: Callable[[C], None], facts: RunFacts, begun: Instant, lock: RunLock
-) -> int:
+def _trainer(config: C, train: Callable[[C], None]) -> Any:
+    """A trainer for one controller of Ray Train."""
     import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -148,20 +148,8 @@ def _fit(
     from ray_ckpt.elastic.sizing import Sizing
     from ray_ckpt.elastic.spares import warm_environment
     from ray_ckpt.ray_private import set_scaling_policy
-    from ray_ckpt.stopping import Stopped, fit_until_stopped
-    from ray_ckpt.tracker.actor import start_tracker
-    from ray_ckpt.view.narrator import Narrator
 
     elastic, workers = config.elastic, config.worker_range
-    # The controller reads these from its environment; Ray hands them on from the driver's.
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(elastic.start_timeout_s))
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{_poll_s(workers[1]):g}")
-    # Ray's own watcher of drains waits for the deadline and restarts then; ours saves, and restarts before.
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    lock.close()  # for the tracker, which holds it from here on
-    handle = start_tracker(facts, tracker_options(config), begun)
-    tracker = RayTracker(config.run, handle)
-    tracker.call("alive")
     # Again, now that the lock is ours: a driver that was killed may have deleted a checkpoint since the first look,
     # and Ray refuses to start on a list that names it.
     problem = snapshot_problem(config.run_dir)
@@ -208,10 +196,36 @@ def _fit(
                 check_s=elastic.resize_check_s,
             ),
         )
-    how = "failed"
+    return trainer
+
+
+def _fit(
+    config: C, train: Callable[[C], None], facts: RunFacts, begun: Instant, lock: RunLock
+) -> int:
+    import ray
+
+    from ray_ckpt.refit import fit_through_lost_controllers
+    from ray_ckpt.stopping import Stopped, fit_until_stopped
+    from ray_ckpt.tracker.actor import start_tracker
+    from ray_ckpt.view.narrator import Narrator
+
+    # The controller reads these from its environment; Ray hands them on from the driver's.
+    os.environ.setdefault(
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(config.elastic.start_timeout_s)
+    )
+    os.environ.setdefault(
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{_poll_s(config.worker_range[1]):g}"
+    )
+    # Ray's own watcher of drains waits for the deadline and restarts then; ours saves, and restarts before.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    lock.close()  # for the tracker, which holds it from here on
+    handle = start_tracker(facts, tracker_options(config), begun)
+    tracker = RayTracker(config.run, handle)
+    tracker.call("alive")
+    how, make = "failed", functools.partial(_trainer, config, train)
     try:
         with Narrator(tracker, config.steps, config.log_every):
-            fit_until_stopped(trainer.fit, tracker)
+            fit_until_stopped(lambda: fit_through_lost_controllers(make, tracker), tracker)
         _check_finished(config)
         how = "finished"
     except Stopped as stopped:
@@ -298,8 +312,11 @@ def _opening(config: Config, context: Any) -> str:
         lines.append(
             f"dashboard http://{url} (actor ray_ckpt.tracker:{config.run}, Logs: ray_ckpt-{config.run}.log)"
         )
-        if not os.environ.get("RAY_ADDRESS") and ray_dashboard.status().enabled:
-            lines.append(f"checkpoints http://{url}/checkpoints")
+        path = ray_dashboard.page_path()
+        if not path and not os.environ.get("RAY_ADDRESS") and ray_dashboard.status().enabled:
+            path = ray_dashboard.PAGE_PATH  # of a Ray of its own, whose dashboard just starts
+        if path:
+            lines.append(f"checkpoints http://{url}{path}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,13 @@ NODES = ["a", "b", "c", "d"]
 
 
 class World:
-    """A run with workers on some nodes."""
+    """A run with workers on some nodes.
+
+    Attributes:
+        waiting: entered while a commit of its tracker waits for nodes.
+    """
+
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, base: Path, stack: Stack, tier_steps: dict[str, int] | None = None) -> None:
         self.base, self.stack = base, stack
@@ -51,7 +59,7 @@ class World:
             max_fruitless=100,
             guard=GuardRule(on_nonfinite="rollback"),
         )
-        return TrackerCore(facts, options, fleet=self.fleet)
+        return TrackerCore(facts, options, fleet=self.fleet, waiting=lambda: self.waiting())
 
     def begin(self, nodes: list[str]) -> Any:
         attempt = self.tracker.begin_attempt(len(nodes), nodes)

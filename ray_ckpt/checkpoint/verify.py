@@ -21,7 +21,9 @@ from ray_ckpt.checkpoint.manifest import FileEntry, Manifest
 from ray_ckpt.checkpoint.names import RECORD_NAMES
 from ray_ckpt.checkpoint.paths import NotPlainFileError, behind_link, open_plain
 
-_CHUNK_BYTES = 4 << 20  # large enough for full disk speed, small beside a training process
+# Small enough that what was read is hashed from the processor's own cache (with 4 MiB a GiB took 0.25 s here, with this
+# 0.19 s), and the system reads ahead of it.
+_CHUNK_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ EXIT_CODES = """exit codes:
   1    a drill failed, or storage could not be read
   2    nothing to drill, another drill of the run is under way, or wrong usage
   130  interrupted
+  141  the reader of the output went away
 """
 
 

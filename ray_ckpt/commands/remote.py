@@ -32,8 +32,8 @@ def remote_round(run: RemoteRun, rules: Rules, *, no_driver: bool, delete: bool)
             "that is driven deletes by its own rules after each save. Say --no-driver if you are sure that there is "
             "none; gc --dry-run says what the rules keep."
         )
-    memory, _, generation = run.records
-    generation = max([generation, *(entry.generation for entry in run.entries())])
+    memory = run.records[0].memory
+    generation = max([memory.generation, *(entry.generation for entry in run.entries())])
     tier = run.tier
 
     def newest() -> int:

@@ -153,7 +153,7 @@ def command_gc(args: argparse.Namespace) -> int:
 
 
 def _gc_remote(args: argparse.Namespace, run: RemoteRun) -> int:
-    rules, said = _rules(args, run.records[0])
+    rules, said = _rules(args, run.records[0].memory)
     task = remote_round(run, rules, no_driver=args.no_driver, delete=not args.dry_run)
     if args.dry_run:
         return _report(args, run, rules, said, _would(task, keep_remote_house), "")

@@ -57,7 +57,11 @@ def add_command(commands: Any, layout: dict[str, Any]) -> None:
     add("--step", default="1s", metavar="TIME", help="time of a step (default: 1s)")
     add("--workers", type=int, default=None, metavar="N", help="default: 64")
     _add_machines(command)
-    add("--believed-mtbf", metavar="TIME", help="before any failure is seen (default: 1d)")
+    add(
+        "--believed-mtbf",
+        metavar="TIME",
+        help="before any failure is seen (default: that of a run)",
+    )
     add("--naive", default="60m", metavar="TIME", help="interval to compare with (default: 60m)")
     add("--every-steps", type=int, default=0, metavar="N", help="another one, in steps")
     add("--days", type=float, default=None, metavar="D", help="length of a run (default: 14)")

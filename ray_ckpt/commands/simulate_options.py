@@ -14,6 +14,7 @@ import numpy as np
 from ray_ckpt.commands.plan import times
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy import draws
+from ray_ckpt.policy.belief import JOB_MTBF_S
 from ray_ckpt.policy.failures import PRIOR_SHARES
 from ray_ckpt.policy.scenes import Contest, Scene
 from ray_ckpt.policy.setting import Fleet, Setting, table_of_restarts
@@ -78,7 +79,9 @@ def asked(args: argparse.Namespace) -> Asked:
     ]
     days = args.days or (LLAMA3_DAYS if args.llama3 else 14.0)
     contest = Contest(
-        believed_mtbf_s=one("--believed-mtbf", args.believed_mtbf or "1d", more_than_0=True),
+        believed_mtbf_s=one(
+            "--believed-mtbf", args.believed_mtbf or f"{JOB_MTBF_S:g}", more_than_0=True
+        ),
         naive_s=one("--naive", args.naive, more_than_0=True),
         every_steps=args.every_steps,
         runs=args.runs,

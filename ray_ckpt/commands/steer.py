@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from ray_ckpt.errors import ConfigError, StorageError
+from ray_ckpt.tracker.journal import JOURNAL_NAME
 from ray_ckpt.tracker.recall import recall
 from ray_ckpt.view.runs import find_run
 
@@ -46,7 +47,7 @@ def command_save(args: argparse.Namespace) -> int:
     while (status := _status(tracker))["settled_request"] < number:
         if status["failed_saves"] > failed:
             raise StorageError(
-                "the save failed, and is tried again by itself; the journal says why: ray-ckpt ls RUN"
+                f"the save failed, and is tried again by itself; {JOURNAL_NAME} of the run says why"
             )
         wait(deadline, args.timeout_s, "no checkpoint was committed")
     at = {"generation": status["generation"], "step": status["last_commit_step"]}

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from ray_ckpt.config.checks import flag, more_than_0
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior
+from ray_ckpt.policy.belief import (
+    FAILURES_PER_1000_WORKER_DAYS,
+    JOB_MTBF_S,
+    PRIOR_WEIGHT,
+    ScalePrior,
+)
 from ray_ckpt.policy.decision import IntervalLimits
 
 
@@ -22,11 +27,11 @@ class PolicyConfig:
     """Most time between saves, seconds."""
     first_save_steps: int = 10
     """Steps before the first save, while nothing is measured yet."""
-    prior_mtbf_s: float = 86400.0
+    prior_mtbf_s: float = JOB_MTBF_S
     """Mean time between failures that come with the job, whatever its size; seconds, believed until some are seen."""
     prior_per_1000_worker_days: float = FAILURES_PER_1000_WORKER_DAYS
     """Failures that come with the workers, in 1,000 days of one; believed until some are seen."""
-    prior_weight: float = 1.0
+    prior_weight: float = PRIOR_WEIGHT
     """How many seen failures each of the two beliefs is worth."""
     history: str = ""
     """File of failures seen before this run, on any cluster like this one; `ray-ckpt interruptions import` makes it."""

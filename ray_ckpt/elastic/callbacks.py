@@ -23,6 +23,7 @@ from ray_ckpt.elastic.causes import Cause, ask_again, dead_nodes, find_cause
 from ray_ckpt.elastic.crew import step_worked_on
 from ray_ckpt.elastic.hangs import Hang, HangWatch
 from ray_ckpt.elastic.hearing import hear_sigterm
+from ray_ckpt.elastic.pulse import Pulse
 from ray_ckpt.elastic.silent_nodes import wait_for_silent
 from ray_ckpt.elastic.spares import Spares
 from ray_ckpt.elastic.startmarks import WITHOUT_GROUP, StartMarks
@@ -180,8 +181,11 @@ class ControllerDecisions(ControllerCallback):
         workers = resize_decision.num_workers
         tracker = RayTracker(self._group.run)
         try:
-            self._save_first(tracker, workers)
             cause = Cause(kind="resize", text=f"the cluster has room for {workers} workers")
+            if dead := self._save_first(tracker, workers):
+                # The room is less because a node is gone, and with it a worker: that is no resize.
+                self._group.errors.update(dead)
+                cause = self._group.cause()
             if self._group.hang is not None:
                 cause = self._group.hang.cause(cause)  # found while the save was waited for
             tracker.call(
@@ -196,15 +200,19 @@ class ControllerDecisions(ControllerCallback):
             logger.warning("no save before the resize to %d workers: %s", workers, error)
         self._group.forget()
 
-    def _save_first(self, tracker: RayTracker, workers: int) -> None:
+    def _save_first(self, tracker: RayTracker, workers: int) -> dict[int, Exception]:
+        """Waits for a save; returns the errors of workers that died meanwhile, after which none comes."""
         # A save that is under way already is of a step before this one: it is not the one that is waited for.
         number = tracker.call("request_save", reason=f"resize to {workers} workers", hold_s=HOLD_S)
         asked = time.monotonic()
         deadline = asked + self._save_timeout_s
+        pulse = Pulse(self._group.workers)
         while time.monotonic() < deadline and self._group.hang is None:
             status = tracker.call("status")
             if status["settled_request"] >= number:
-                return
+                return {}
+            if dead := pulse.dead():
+                return dead
             if status["leaving"]:
                 # They save and go by themselves, perhaps before they heard of this.
                 deadline = min(deadline, asked + HOLD_S)
@@ -212,6 +220,7 @@ class ControllerDecisions(ControllerCallback):
         logger.warning(
             "the save before the resize did not finish within %g s", self._save_timeout_s
         )
+        return {}
 
 
 def make_callbacks(

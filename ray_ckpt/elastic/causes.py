@@ -51,7 +51,7 @@ def ask_again(workers: Sequence[Any], timeout_s: float) -> dict[int, Exception]:
         workers: Ray Train's ``Worker`` objects, by rank.
         timeout_s: longest wait, seconds; what has not answered by then is left out.
     """
-    refs = {worker.execute_async(_sign_of_life): rank for rank, worker in enumerate(workers)}
+    refs = {worker.execute_async(sign_of_life): rank for rank, worker in enumerate(workers)}
     ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
     errors: dict[int, Exception] = {}
     for ref in ready:
@@ -66,7 +66,8 @@ def ask_again(workers: Sequence[Any], timeout_s: float) -> dict[int, Exception]:
     return errors
 
 
-def _sign_of_life() -> bool:
+def sign_of_life() -> bool:
+    """What a worker is asked to see whether it lives."""
     return True
 
 

@@ -8,6 +8,7 @@ ever decides by its own clock.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ from ray_ckpt.data.feed import MicroBatch
 
 # Losses are summed in units of 2^-32, as integers: the sum is the same for any division over ranks.
 LOSS_BITS = 32
-_LIMBS = 4  # a 64-bit number in 16-bit pieces: their sums over 2^36 ranks are exact in float64
+# Three 64-bit numbers go as 16-bit pieces: their sums over 2^36 ranks are exact in float64.
+_WHOLE, _PIECES = struct.Struct("<3Q"), struct.Struct("<12H")
 _MASK = (1 << 64) - 1
 
 
@@ -106,7 +108,7 @@ def agree(
         num_micro_batches: V, of the global batch.
         group: to reduce over; None for the default one.
     """
-    small = [
+    bits = [
         vote.bad_losses,
         vote.tokens,
         vote.busy,
@@ -117,22 +119,18 @@ def agree(
         vote.wants_leave,
         vote.unsaved,
         vote.wants_hold,
+        *_PIECES.unpack(_WHOLE.pack(vote.loss & _MASK, vote.digest, vote.rng_digest & _MASK)),
     ]
-    wide = [vote.loss & _MASK, vote.digest, vote.rng_digest]
-    limbs = [(number >> (16 * i)) & 0xFFFF for number in wide for i in range(_LIMBS)]
     # By way of numpy: a tensor of a list takes several times as long.
-    tensor = torch.from_numpy(np.array([*small, *limbs], np.float64)).to(device)
+    tensor = torch.from_numpy(np.array(bits, np.float64)).to(device)
     dist.all_reduce(tensor, group=group)
-    bad, tokens, busy, save, report, trouble, direct, leave, unsaved, hold, *sums = map(
-        int, tensor.tolist()
-    )
+    bad, tokens, busy, save, report, trouble, direct, leave, unsaved, hold, *sums = tensor.tolist()
     save = 0 if unsaved else save + leave
-    pieces = [sums[i : i + _LIMBS] for i in range(0, len(sums), _LIMBS)]
-    loss, digest, rng_digest = (sum(x << (16 * i) for i, x in enumerate(p)) & _MASK for p in pieces)
+    loss, digest, rng_digest = _joined(*sums[:4]), _joined(*sums[4:8]), _joined(*sums[8:])
     signed = loss - (1 << 64) if loss >> 63 else loss
     return Agreement(
         loss=math.nan if bad else signed / (num_micro_batches << LOSS_BITS),
-        tokens=tokens,
+        tokens=int(tokens),
         save=save > 0 and busy == 0,
         save_waits=save > 0 and busy > 0,
         report=report > 0,
@@ -144,6 +142,11 @@ def agree(
         unsaved=unsaved > 0,
         hold=hold > 0,
     )
+
+
+def _joined(a: float, b: float, c: float, d: float) -> int:
+    """A 64-bit number from the sums of its pieces, the lowest first."""
+    return int(a) + (int(b) << 16) + (int(c) << 32) + (int(d) << 48) & _MASK
 
 
 def agree_to_leave(

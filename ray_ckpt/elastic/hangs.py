@@ -230,6 +230,7 @@ class Watcher:
                 usual_s=hang.usual_s,
                 suspects=list(hang.suspects),
                 nodes=list(hang.nodes),
+                names=list(hang.names),
                 reason=hang.text,
                 where=hang.places,
                 dumps=hang.dumps,

@@ -7,6 +7,9 @@ own code, comes to no end of a step. So a thread asks, when none has ended for l
 How long it may live on: the time of ``--elastic.leash-s``, and an answer of the tracker. A process that is stopped asks
 as soon as it goes on. What this cannot end is code that does not let go of Python's lock, and a worker that does not
 reach the tracker.
+
+Of the workers of a node one asks, in time for the others to hear of it (:mod:`ray_ckpt.elastic.word`): the last ones
+whose turn it is ask only when the first did not.
 """
 
 from __future__ import annotations
@@ -21,10 +24,14 @@ from collections.abc import Callable
 from ray.exceptions import RayError
 
 from ray_ckpt.elastic.whereabouts import HERE
+from ray_ckpt.elastic.word import Word
 from ray_ckpt.errors import RayCkptError, StaleGenerationError
 
 logger = logging.getLogger(__name__)
 
+FIRST_ASKS = (
+    0.75  # of the time within which a worker must have asked or heard, the first of a node asks
+)
 EXIT_CODE = 70  # of a worker that ended because its attempt was over
 
 
@@ -39,6 +46,8 @@ class Leash:
     Args:
         check: asks the tracker; raises ``StaleGenerationError`` when the attempt is over.
         quiet_s: asks when no step has ended for so long, and again after as long, seconds.
+        word: what others on the node have heard; None for a worker that asks for itself.
+        turn: with a word, when to ask: 0 for the first on the node, 1 for the last.
         step_since_s: when the present step began, by ``clock``.
         end: ends this process, for a reason.
         clock: seconds of a steady clock.
@@ -49,11 +58,14 @@ class Leash:
         check: Callable[[], object],
         quiet_s: float,
         *,
+        word: Word | None = None,
+        turn: float = 1.0,
         step_since_s: Callable[[], float] = lambda: HERE.now.step_since_s,
         end: Callable[[str], None] = _end,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._check, self._quiet_s, self._step_since_s = check, quiet_s, step_since_s
+        self._check, self._word, self._step_since_s = check, word, step_since_s
+        self._quiet_s = quiet_s * (FIRST_ASKS + (1 - FIRST_ASKS) * turn)
         self._end, self._clock = end, clock
         self._asked_s = clock()
         self._stop = threading.Event()
@@ -63,9 +75,15 @@ class Leash:
         now_s = self._clock()
         if now_s - max(self._step_since_s(), self._asked_s) < self._quiet_s:
             return
+        if self._word is not None:
+            self._asked_s = max(self._asked_s, self._word.heard_s())
+            if now_s - self._asked_s < self._quiet_s:
+                return
         self._asked_s = now_s
         try:
             self._check()
+            if self._word is not None:
+                self._word.leave()
         except StaleGenerationError as error:
             self._end(str(error))
         except (RayCkptError, RayError) as error:

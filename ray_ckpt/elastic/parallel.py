@@ -10,8 +10,8 @@ equally many: the shorter ones repeat their last micro-batch with scale 0 (they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -64,23 +64,21 @@ class Averages:
     """
 
     def __init__(self, model: torch.nn.Module, addends: int) -> None:
-        self._model, self._addends = model, addends
+        self._model = model
+        # Once, and not in each pass: what kind of model it is.
+        self._whole = model if isinstance(model, DistributedDataParallel) else None
+        self._shards = model if isinstance(model, FSDPModule) else None
+        self.scale = dist.get_world_size() / addends
         self.exponent = 0
 
-    @property
-    def scale(self) -> float:
-        return dist.get_world_size() / self._addends
-
-    @contextmanager
-    def one_pass(self, last: bool) -> Iterator[None]:
-        if isinstance(self._model, DistributedDataParallel) and not last:
-            with self._model.no_sync():
-                yield
-            return
-        if isinstance(self._model, FSDPModule):
+    def one_pass(self, last: bool) -> AbstractContextManager[None]:
+        if self._whole is not None and not last:
+            found: AbstractContextManager[None] = self._whole.no_sync()
+            return found
+        if self._shards is not None:
             # Unreduced gradients are whole and stay on the rank until the last pass.
-            self._model.set_requires_gradient_sync(last)
-        yield
+            self._shards.set_requires_gradient_sync(last)
+        return nullcontext()
 
     def finish(self) -> bool:
         return True

@@ -74,6 +74,16 @@ class Looks:
         self._closely = more
 
 
+class _Named:
+    """The context of a run for Ray's policy, under another id."""
+
+    def __init__(self, context: Any, run_id: str) -> None:
+        self._context, self.run_id = context, run_id
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
 class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
     """The policy of one run.
 
@@ -100,6 +110,12 @@ class Sizing(ElasticScalingPolicy or object):  # type: ignore[misc]
         self._living: frozenset[str] = frozenset()  # nodes, at the last look
         self._going: frozenset[str] = frozenset()  # those that are drained
         self._room_there = 0
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        # Ray reserves under a name that is new for each controller, and what one that died has reserved stays so for
+        # three minutes: the next one, of this job or of the next, would wait for it. Under the run's name it takes it
+        # over, and there is but one controller at a time: a run has one driver.
+        super().after_controller_start(_Named(train_run_context, f"ray_ckpt:{self._run}"))
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         possible = self._possible(reserved_resources)

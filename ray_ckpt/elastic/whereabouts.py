@@ -26,7 +26,13 @@ class Here:
 
     def __init__(self) -> None:
         now_s = time.monotonic()
-        self.now = Whereabouts(0, "start", 0, now_s, now_s)
+        # A plain tuple, the fields of `Whereabouts`: it is made a dozen times a step, and looked at hardly ever.
+        self._now = (0, "start", 0, now_s, now_s)
+
+    @property
+    def now(self) -> Whereabouts:
+        """The record, as it is at this moment."""
+        return Whereabouts(*self._now)
 
     def enter(self, phase: str, step: int | None = None, left: int = 0) -> None:
         """Notes that a phase begins.
@@ -36,15 +42,11 @@ class Here:
             step: that is worked on from here on; None for the same.
             left: passes of the step that come after this one.
         """
-        before, now_s = self.now, time.monotonic()
-        same = step is None or step == before.step
-        self.now = Whereabouts(
-            before.step if step is None else step,
-            phase,
-            left,
-            now_s,
-            before.step_since_s if same else now_s,
-        )
+        now_s = time.monotonic()
+        at_step, _, _, _, step_since_s = self._now
+        if step is not None and step != at_step:
+            at_step, step_since_s = step, now_s
+        self._now = (at_step, phase, left, now_s, step_since_s)
 
 
 HERE = Here()

@@ -12,7 +12,7 @@ Both parts have gamma priors. Of a sum of two rates nobody sees which one a fail
 no product of two gammas. But it is a finite mixture of such products, one for each number K of failures that came
 with the job: the likelihood ``prod (a + b W)^n`` is a polynomial, and each of its terms ``a^K b^(N-K)`` is
 conjugate. So mean and variance of the rate at any W are exact, with no grid and no sampling. The credible interval
-is that of the gamma distribution with this mean and variance: a few percent off in most cases, a tenth at a size
+is that of the gamma distribution with this mean and variance: a few percent off in most cases, a seventh at a size
 far from those where the failures were seen.
 """
 

@@ -23,7 +23,7 @@ PHASES = (
 """Every phase there is; within a step in this order, but for the passes, each of which has a forward and a backward."""
 
 
-class Whereabouts(NamedTuple):  # a frozen dataclass takes about twice as long to make
+class Whereabouts(NamedTuple):
     """Where a process is.
 
     Attributes:

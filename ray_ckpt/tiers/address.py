@@ -3,9 +3,10 @@
 An address is a URI as ``pyarrow.fs`` knows it: ``s3://bucket/path``, ``gs://``, ``abfs://``, ``file:///path``, with
 options behind a question mark. For S3 those are ``region``, ``scheme``, ``endpoint_override``,
 ``allow_bucket_creation`` and ``tls_ca_file_path``; keys come from the environment (``AWS_ACCESS_KEY_ID`` and so on),
-the usual files or the machine's role. An S3 file system is built here from the parts of its URI:
-``FileSystem.from_uri`` takes no limit of time for it, and tries 30 times by itself, 100 seconds for one request of a
-store that hangs, which nobody sees or counts.
+the usual files or the machine's role. Those of Azure come from the environment too (:mod:`ray_ckpt.tiers.azure`).
+
+An S3 file system is built here from the parts of its URI: ``FileSystem.from_uri`` takes no limit of time for it, and
+tries 30 times by itself, 100 seconds for one request of a store that hangs, which nobody sees or counts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.tiers import azure
 
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 _S3_OPTIONS = (
@@ -147,6 +149,8 @@ def open_filesystem(uri: str, timeout_s: float) -> tuple[Any, str]:
             joint = "&" if parts.query else ""
             query = f"{parts.query}{joint}retry_limit_seconds={timeout_s:g}"
             uri = urllib.parse.urlunsplit(parts._replace(query=query))
+        if parts.scheme in azure.SCHEMES and (with_key := azure.open_with_key(fs, parts)):
+            return with_key
         found: tuple[Any, str] = fs.FileSystem.from_uri(uri)
     except (ValueError, NotImplementedError) as error:  # those of pyarrow are such
         if isinstance(error, ConfigError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ray_ckpt.errors import RayCkptError
@@ -67,6 +67,32 @@ class Fleet(Protocol):
         ...
 
 
+def answers(
+    fleet: Fleet, tickets: Mapping[str, Any], timeout_s: float
+) -> dict[str, Any | RayCkptError]:
+    """What became of calls, one a node, that were begun together; waits for all of them at once.
+
+    Args:
+        fleet: the holders.
+        tickets: node to its call.
+        timeout_s: for all of them together.
+
+    Returns:
+        Node to its answer, or to the error that it ended with; nodes that did not answer in time are left out.
+    """
+    deadline = time.monotonic() + timeout_s
+    found: dict[str, Any | RayCkptError] = {}
+    for node, ticket in tickets.items():
+        try:
+            done, answer = fleet.take(ticket, max(0.0, deadline - time.monotonic()))
+        except RayCkptError as error:
+            found[node] = error
+            continue
+        if done:
+            found[node] = answer
+    return found
+
+
 def inventories(fleet: Fleet, timeout_s: float = QUICK_S) -> dict[str, Inventory]:
     """What each node has; nodes that do not answer in time are left out."""
     tickets = {}
@@ -75,16 +101,10 @@ def inventories(fleet: Fleet, timeout_s: float = QUICK_S) -> dict[str, Inventory
             tickets[node] = fleet.post(node, "inventory")
         except RayCkptError as error:
             logger.warning("the copies on node %s cannot be counted on: %s", node, error)
-    deadline = time.monotonic() + timeout_s
-    found: dict[str, Inventory] = {}
-    for node, ticket in tickets.items():
-        try:
-            done, answer = fleet.take(ticket, max(0.0, deadline - time.monotonic()))
-        except RayCkptError as error:
-            logger.warning("the copies on node %s cannot be counted on: %s", node, error)
-            continue
-        if done:
-            found[node] = answer
-        else:
+    found = answers(fleet, tickets, timeout_s)
+    for node in tickets:
+        if node not in found:
             logger.warning("node %s does not tell what it has", node)
-    return found
+        elif isinstance(found[node], RayCkptError):
+            logger.warning("the copies on node %s cannot be counted on: %s", node, found[node])
+    return {node: each for node, each in found.items() if isinstance(each, Inventory)}

@@ -217,7 +217,11 @@ class RemoteStore:
             from pyarrow.fs import FileSelector, FileType  # a quarter of a second
 
             root = f"{base}/{folder}".rstrip("/")
-            found = fs.get_file_info(FileSelector(root, recursive=deep))
+            # Of GCS pyarrow lists no folders but those that have an object of their own, which ours have not; and it
+            # says of a folder without any in an error like all others that there is none.
+            flat = fs.type_name == "gcs"
+            selector = FileSelector(root, recursive=deep or flat, allow_not_found=flat)
+            found = fs.get_file_info(selector)
             items = []
             for info in found:
                 is_folder = info.type == FileType.Directory
@@ -233,7 +237,7 @@ class RemoteStore:
                         written_at=stamp / 1e9 if stamp and stamp > 0 else 0.0,
                     )
                 )
-            return items
+            return _top(items) if flat and not deep else items
 
         return self._try("list", folder, action) or []
 
@@ -253,7 +257,21 @@ class RemoteStore:
         """
         if not folder.strip("/"):
             raise ValueError("the folder to delete is empty, which would be the whole storage")
-        self._try("delete", folder, lambda fs, base: fs.delete_dir(f"{base}/{folder}"))
+
+        def action(fs: Any, base: str) -> None:
+            from pyarrow.fs import FileSelector  # a quarter of a second
+
+            place = f"{base}/{folder}"
+            try:
+                fs.delete_dir(place)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                # Of a folder that is not there some stores say so in an error like all others.
+                if fs.get_file_info(FileSelector(place, recursive=True, allow_not_found=True)):
+                    raise
+
+        self._try("delete", folder, action)
 
     def _try(
         self, verb: str, path: str, action: Callable[[Any, str], _T], *, asks: int = 2
@@ -313,6 +331,18 @@ class RemoteStore:
             fix = "An error is not an absence: mend access to the storage"
         place = self.where / path if path else self.where
         return f"cannot {verb} {place}: {said} ({tries} {'try' if tries == 1 else 'tries'}). {fix}, then retry."
+
+
+def _top(items: Iterable[Item]) -> list[Item]:
+    """Of all objects of a folder what is in it itself, and the folders in which the others are."""
+    found: dict[str, Item] = {}
+    for item in items:
+        name, below, _ = item.path.partition("/")
+        if below:
+            found[name] = Item(path=name, is_folder=True, bytes=0, written_at=0.0)
+        else:
+            found.setdefault(name, item)
+    return [*found.values()]
 
 
 def _open_output(fs: Any, place: str) -> Any:

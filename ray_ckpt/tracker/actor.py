@@ -2,6 +2,10 @@
 
 It lives on the driver's node (a worker node may be the next to die) and dies with the job. Its log tells
 the run's story, one line an event; the same lines go to a table file in the Logs tab of the dashboard.
+
+Calls are served one at a time, in the order in which they came, but for commits: these have a thread of their own,
+which waits for holders on the nodes while the others have their turn. So a holder that hangs keeps no step line, no
+decision, no copy to another tier and no metric waiting.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from ray_ckpt.tracker.aside import Thread
 from ray_ckpt.tracker.client import NAMESPACE, actor_name
 from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
 from ray_ckpt.tracker.lock import RunLock
+from ray_ckpt.tracker.turn import Turn
 from ray_ckpt.view.commits import read_elsewhere, second_look
 from ray_ckpt.view.logtable import LogTable
 from ray_ckpt.view.metrics import Metrics
@@ -38,6 +43,8 @@ from ray_ckpt.view.story import tell
 
 ADVANCE_S = 0.25
 LOOK_TICKS = 4  # between two looks of the metrics
+COMMITS = "commits"  # the calls that may wait for nodes, as Ray is told of them
+_LINES_S = 5.0  # longest wait of a commit for the line of its step
 
 _C = TypeVar("_C", bound=Callable[..., Any])
 
@@ -70,7 +77,7 @@ class TrackerActor(TrackerCore):
         keys: Keys | None = None,
         submitted: Instant | None = None,
     ) -> None:
-        self._turn = threading.RLock()
+        self._turn = Turn()
         install(keys)  # the driver's, whatever this node's environment says
         self._looks: dict[Any, str] = {}
         self._lock = RunLock(Path(facts.run_dir))
@@ -83,6 +90,7 @@ class TrackerActor(TrackerCore):
             aside=Thread("housekeeping"),
             read=read_elsewhere,
             fleet=_fleet(facts, options, keys),
+            waiting=self._turn.given_up,
         )
         self.announce(submitted)
         remote = without_keys(options.stack.remote) if options.stack.remote else ""
@@ -105,11 +113,24 @@ class TrackerActor(TrackerCore):
         if not self._fence.replaced:
             self._collect_looks()
 
+    @ray.method(concurrency_group=COMMITS)
     def commit(self, generation: int, save: dict[str, Any]) -> bool:
+        self._fence.check(generation)
+        self._await_lines(int(save["step"]))
         committed = super().commit(generation, save)
         if committed and not self._options.stack.node_tiers:
             self._look_at(checkpoint_name(int(save["step"]), generation))
         return committed
+
+    def _await_lines(self, step: int) -> None:
+        """Lines of steps were sent before the commit, and it may have overtaken them.
+
+        Once a step is committed nobody makes it again: a tracker that died now would have no line of it.
+        """
+        deadline = time.monotonic() + _LINES_S
+        with self._turn.given_up():
+            while self._standing.step < step and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def _on_durable(self, name: str) -> None:
         super()._on_durable(name)
@@ -186,7 +207,7 @@ def start_tracker(
     node = ray.get_runtime_context().get_node_id()
     try:
         return (
-            ray.remote(TrackerActor)
+            ray.remote(concurrency_groups={COMMITS: 1})(TrackerActor)
             .options(
                 name=actor_name(facts.run),
                 namespace=NAMESPACE,

@@ -102,6 +102,7 @@ class Attempts:
         fault_point("attempt.begun")
         self._keeper.begin()
         self._tell_tiers()
+        self._loops.begin()
         self._steering.begin_attempt()
         self._places.began()
         return Attempt(

@@ -23,6 +23,7 @@ class CopyState:
         settled: checkpoints with as many copies in the first tier as there are to be.
         forced: those that go to every tier, whatever the intervals say.
         given_up: tier and checkpoint that does not go there any more.
+        unproved: those that were committed under this tracker, and never read back since.
         passed: those that the nodes did not give back to the present attempt.
         asked_s: since when somebody wants to know that all copies are as they were written, monotonic seconds.
         bad: tier and checkpoint to the nodes and files that were found bad since then.
@@ -35,6 +36,7 @@ class CopyState:
         self.settled: set[str] = set()
         self.forced: set[str] = set()
         self.given_up: set[tuple[Target, str]] = set()
+        self.unproved: set[str] = set()
         self.passed: set[str] = set()
         self.asked_s = -math.inf
         self.bad: dict[tuple[NodeTier, str], set[tuple[str, str]]] = {}
@@ -58,6 +60,8 @@ class CopyState:
         names = set(self._book.names())
         self.forced &= names
         self.settled &= names
+        self.unproved -= {name for _, name in self.verified}
+        self.unproved &= names
         self.given_up = {(target, name) for target, name in self.given_up if name in names}
         self.verified = {key: at_s for key, at_s in self.verified.items() if key[1] in names}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 
 from ray_ckpt.checkpoint.manifest import Manifest
 from ray_ckpt.fault_points import fault_point
@@ -146,7 +147,9 @@ class Copying:
         self._transfers[target] = transfer
         transfer.start(self._fleet, self._book, now_s, self._hooks.generation())
 
-    def _wanted_replicas(self, manifest: Manifest) -> dict[str, set[str]]:
+    def _wanted_replicas(
+        self, manifest: Manifest, avoid: AbstractSet[tuple[str, str]] = frozenset()
+    ) -> dict[str, set[str]]:
         if self._first != "memory":
             return {}
         domains = (
@@ -158,6 +161,7 @@ class Copying:
             self._book.nodes(self._fleet.names()),
             count=self._stack.replicas,
             domains=domains,
+            avoid=avoid,
         )
 
     def _has_replicas(self, name: str) -> bool:
@@ -185,7 +189,8 @@ class Copying:
         elif now_s >= transfer.not_before:
             transfer.not_before = 0.0
             if target == self._first:
-                transfer.wanted = self._wanted_replicas(transfer.manifest)  # a node may be gone
+                # A node may be gone, or have no room.
+                transfer.wanted = self._wanted_replicas(transfer.manifest, transfer.avoid)
                 for node in transfer.checks - self._holders.expected:
                     transfer.checks.discard(node)
                     self._book.forget_node(node)  # nobody can say that what it has is good

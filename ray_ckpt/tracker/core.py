@@ -1,8 +1,9 @@
 """The one authority of a run: generations, save steps, commits, what to restore.
 
 Plain Python: no Ray, no torch, time passed in. The actor around it (:mod:`ray_ckpt.tracker.actor`) serves
-one call at a time, so nothing here needs a lock. Whatever changes the future of the run is in the journal
-before it is answered.
+one call at a time, so nothing here needs a lock; only a commit that waits for nodes lets others in
+(:mod:`ray_ckpt.tracker.turn`), and looks again at what it knew. Whatever changes the future of the run is
+in the journal before it is answered.
 
 This is the front that calls come to; each is checked, and goes to whose it is:
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,8 @@ class TrackerCore:
         aside: where housekeeping runs; by default where it is asked for.
         read: how a checkpoint is read back before older ones are deleted.
         fleet: who holds the copies on the nodes; needed when there are tiers on the nodes.
+        waiting: entered while a commit waits for nodes; whoever serves more than one call at a time may serve
+            others meanwhile.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class TrackerCore:
         aside: Aside | None = None,
         read: ReadBack = read_back,
         fleet: Fleet | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._facts, self._options = facts, options
         self._dir = Path(facts.run_dir)
@@ -123,7 +128,7 @@ class TrackerCore:
             aside=aside,
             scrub_s=options.stack.scrub_s,
         )
-        self._places = self._make_places(fleet, waits=aside is None)
+        self._places = self._make_places(fleet, waits=aside is None, waiting=waiting)
         self._sanity = Sanity(
             entries=self._places.entries,
             rule=options.guard,
@@ -185,7 +190,13 @@ class TrackerCore:
             # The workers may live on, and save; holders end with the tracker that they belong to.
             self._places.take_up(self.memory.nodes)
 
-    def _make_places(self, fleet: Fleet | None, waits: bool) -> Places:
+    def _make_places(
+        self,
+        fleet: Fleet | None,
+        *,
+        waits: bool,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> Places:
         common: dict[str, Any] = {
             "run_dir": self._dir,
             "house": self._house,
@@ -205,6 +216,7 @@ class TrackerCore:
             every_steps=self._pace.tier_every,
             on_durable=self._on_durable,
             seals=None if waits else Thread("seal"),
+            waiting=waiting,
         )
 
     def _on_durable(self, name: str) -> None:

@@ -55,7 +55,7 @@ class Drops:
             nodes: that have a holder, or will have one again.
         """
         for key in list(self._tickets):
-            self._take(key, 0)
+            self._take(key)
         now_s = self._clock()
         for key, (tries, due_s) in list(self._waiting.items()):
             if key[0] not in nodes:
@@ -77,14 +77,17 @@ class Drops:
             if key[0] == node:
                 self._waiting[key] = tries, self._clock()
 
-    def wait(self, name: str, timeout_s: float) -> str:
-        """Waits for the drops of a checkpoint that comes again; what is in the way, in words, or nothing.
+    def calls(self, name: str) -> list[Any]:
+        """The calls that drop a checkpoint, for whoever has to wait for them."""
+        return [ticket for key, (ticket, _) in self._tickets.items() if key[2] == name]
 
-        One that ran after the next commit of the same name would take that away.
+    def in_the_way(self, name: str) -> str:
+        """What is in the way of a checkpoint that comes again, in words, or nothing; does not wait.
+
+        A drop that ran after the next commit of the same name would take that away.
         """
-        deadline = self._clock() + timeout_s
         for key in [key for key in self._tickets if key[2] == name]:
-            self._take(key, max(0.0, deadline - self._clock()))
+            self._take(key)
         left = [key for key in (*self._tickets, *self._waiting) if key[2] == name]
         if not left:
             return ""
@@ -106,10 +109,10 @@ class Drops:
         else:
             self._tickets[key] = ticket, tries
 
-    def _take(self, key: Key, timeout_s: float) -> None:
+    def _take(self, key: Key) -> None:
         ticket, tries = self._tickets[key]
         try:
-            done, _ = self._fleet.take(ticket, timeout_s)
+            done, _ = self._fleet.take(ticket, 0)
         except RayCkptError as error:
             del self._tickets[key]
             self._again(key, tries, error)

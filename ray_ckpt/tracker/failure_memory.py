@@ -25,6 +25,8 @@ class FailureMemory:
         suspected: node to how many hangs it was suspected of.
         excluded: nodes that get no workers.
         stragglers: nodes that are slower than the others, and how many times, as was told last.
+        limits: how often failures may come, on record: ``tries``, ``on_loop``, ``budgets``, ``window_s``; None for
+            the rule that has no options.
     """
 
     failed: deque[Failure] = field(default_factory=lambda: deque(maxlen=RECENT_FAILURES))
@@ -34,6 +36,7 @@ class FailureMemory:
     suspected: Counter[str] = field(default_factory=Counter)
     excluded: tuple[str, ...] = ()
     stragglers: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, Any] | None = None
 
     def _failed(self, event: dict[str, Any], generation: int, exposure_s: float) -> None:
         """Takes an interruption that nobody planned."""
@@ -65,6 +68,9 @@ class FailureMemory:
 
     def _on_excluded(self, event: dict[str, Any]) -> None:
         self.excluded = tuple(map(str, event["nodes"]))
+
+    def _on_limits(self, event: dict[str, Any]) -> None:
+        self.limits = {name: event[name] for name in ("tries", "on_loop", "budgets", "window_s")}
 
     def _on_straggler(self, event: dict[str, Any]) -> None:
         self.stragglers[str(event["node"])] = float(event["factor"])

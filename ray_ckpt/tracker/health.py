@@ -61,6 +61,10 @@ class Health:
                     self.forget(node)  # gone, which whoever called it is told
         return hung
 
+    def hurry(self, node: str, now_s: float) -> None:
+        """A node was waited for in vain: it is asked at the next look, not only after a while."""
+        self._owing[node] = now_s - ASK_AFTER_S
+
     def forget(self, node: str) -> None:
         """A node has another holder, or none."""
         self._owing.pop(node, None)

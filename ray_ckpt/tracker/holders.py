@@ -51,6 +51,9 @@ class Holders:
         self._also: tuple[str, ...] = ()
         self._handed_out: dict[str, str] = {}  # node to the holder that workers were told of
         self._revivals = 0
+        self._silent: set[str] = (
+            set()
+        )  # nodes that did not tell what they have, when they were asked last
 
     # ---- who there is ---------------------------------------------------------------------------
 
@@ -59,6 +62,10 @@ class Holders:
         self._greeted.clear()
         self._nodes = tuple(dict.fromkeys(node for node in nodes if node))
         self._also, self._revivals = tuple(also), 0
+        for node in self._silent:
+            self._fleet.renew(
+                node
+            )  # a whole group stands still for this: nobody is waited for twice
         self._gather()
 
     def _gather(self) -> None:
@@ -68,7 +75,9 @@ class Holders:
 
     def refresh(self) -> None:
         """Asks the holders what they have: a node may be gone."""
-        for problem in self._book.take(inventories(self._fleet)):
+        found = inventories(self._fleet)
+        self._silent = self._fleet.names().keys() - found.keys()
+        for problem in self._book.take(found):
             self._hooks.record("alert", name="tiers", problem=problem)
 
     @property
@@ -104,9 +113,10 @@ class Holders:
         except RayCkptError as error:
             logger.warning("node %s: %s", node, error)
 
-    def late(self, node: str, ticket: Any) -> None:
+    def late(self, node: str, ticket: Any, now_s: float) -> None:
         """Notes a call that was waited for in vain."""
         self._late[node] = ticket
+        self._health.hurry(node, now_s)
 
     def ask(self, node: str) -> None:
         """Asks one holder what it has; the answer is taken later."""
@@ -121,8 +131,16 @@ class Holders:
 
     # ---- those that are gone --------------------------------------------------------------------
 
-    def lost(self, node: str, error: RayCkptError | None = None) -> None:
-        """Another holder takes the place of one that is gone."""
+    def lost(self, node: str, error: RayCkptError | None = None, called: str | None = None) -> None:
+        """Another holder takes the place of one that is gone.
+
+        Args:
+            node: of it.
+            error: what a call of it ended with.
+            called: name of the holder that was called, where others may have seen to it meanwhile.
+        """
+        if called is not None and self._fleet.names().get(node) != called:
+            return
         if error is None or isinstance(error, HolderGoneError):
             self._health.forget(node)
             self._drops.leave(node)

@@ -1,4 +1,8 @@
-"""Keeps what rank 0 goes by fresh while a step takes long: a drain does not wait for two more steps to be heard of."""
+"""Talks to the tracker beside rank 0's training thread: no step waits for it, and none pays for it.
+
+It sends the lines of the steps in bundles, and keeps what rank 0 goes by fresh also while a step takes long: a drain
+does not wait for two more steps to be heard of.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,13 @@ import weakref
 from ray.exceptions import RayError
 
 from ray_ckpt.errors import RayCkptError
+from ray_ckpt.tracker.records import BUNDLE_S
 from ray_ckpt.tracker.steward import Steward
 
 logger = logging.getLogger(__name__)
 
-FRESH_S = 0.5  # and as long until the answer is looked at: see ORDER_S of ray_ckpt.policy.departure
+# Without lines to send. An answer is looked at BUNDLE_S after: see ORDER_S of ray_ckpt.policy.departure.
+FRESH_S = 0.5
 
 
 class Listener:
@@ -35,7 +41,7 @@ class Listener:
 
 
 def _listen(steward: weakref.ref[Steward], end: threading.Event) -> None:
-    while not end.wait(FRESH_S):
+    while not end.wait(BUNDLE_S):
         present = steward()
         if present is None:
             return

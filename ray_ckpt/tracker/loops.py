@@ -51,6 +51,18 @@ class Loops:
         self._memory, self._record = memory, record
         self._on_course, self._keep = on_course, keep
 
+    def begin(self) -> None:
+        """Puts the limits on record, where people look how many failures are left."""
+        rule = self._rule
+        found = {
+            "tries": rule.tries,
+            "on_loop": rule.on_loop,
+            "budgets": dict(rule.budgets),
+            "window_s": rule.window_s,
+        }
+        if self._memory.limits != found and (self._memory.limits or rule != LoopRule()):
+            self._record("limits", **found)
+
     def look(self, step_time_s: float | None) -> None:
         """Looks at the failures so far, once after each; puts on record what is done about a loop.
 

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from ray_ckpt.checkpoint.quarantine import GUARD
+from ray_ckpt.clocks import Instant
 from ray_ckpt.policy.belief import Seen
 from ray_ckpt.skips import Skip
 from ray_ckpt.tracker.checkpoint_memory import RECENT_SAVES, CheckpointMemory
@@ -66,6 +67,7 @@ class RunMemory(CheckpointMemory, FailureMemory):
         save_requests: number of the newest request for a save, 0 before the first.
         settled_request: number of the newest request whose save was committed or refused, 0 before the first.
         stop_request: why somebody wants the present job to end, empty when nobody does.
+        tracker: when the newest tracker took up the run, None before the first.
         hold_s: how long the workers wait after the save of that request, seconds.
         leave: the event that says that the newest attempt is to end, None while it is not.
         started: the newest worker group that came up: the event, None once it has restored.
@@ -115,6 +117,7 @@ class RunMemory(CheckpointMemory, FailureMemory):
     save_requests: int = 0
     settled_request: int = 0
     stop_request: str = ""
+    tracker: Instant | None = None
     hold_s: float = 0.0
     leave: dict[str, Any] | None = None
     started: dict[str, Any] | None = None
@@ -165,6 +168,8 @@ class RunMemory(CheckpointMemory, FailureMemory):
         """Takes one event of the journal."""
         if event.get("event") == "group_started":
             self.started = event
+        if event.get("event") == "tracker_started":
+            self._tracker_started(event)
         if event.get("event") in ("tracker_started", "group_started"):
             return  # a run is as old as its first attempt, and no attempt began or ended here
         time = event.get("time")
@@ -181,6 +186,21 @@ class RunMemory(CheckpointMemory, FailureMemory):
         handler = getattr(self, f"_on_{event.get('event')}", None)
         if handler is not None:
             handler(event)
+
+    def _tracker_started(self, event: dict[str, Any]) -> None:
+        """Forgets what was asked of the job before, when this tracker is another job's.
+
+        A job may end without a word: it was killed, or stopped while no attempt was open.
+        """
+        here = Instant(
+            time=float(event.get("time", 0.0)),
+            monotonic=float(event.get("monotonic", 0.0)),
+            boot=str(event.get("boot", "")),
+        )
+        before, self.tracker = self.tracker, here
+        submitted_ago_s = float(event.get("submitted_ago_s", 0.0))
+        if before is None or before.age_s(here) > submitted_ago_s:
+            self.stop_request = ""
 
     def _begin(self) -> None:
         self.attempt_open = True

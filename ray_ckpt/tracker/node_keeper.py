@@ -1,4 +1,10 @@
-"""Housekeeping of the tiers on the nodes: which checkpoints stay there, and which are read back again."""
+"""Housekeeping of the tiers on the nodes: which checkpoints stay there, and which are read back again.
+
+A tier keeps its newest few that are proved: whole, read back, and copied as often as they are to be. Where copies come
+in more slowly than saves, those that wait for it must not fill the memory: of what was never read back no more than
+the same few newest stay, beside the one that is being copied. The oldest of them are given up, not the next save: the
+newest is worth the most, and what is proved stays in any case.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +69,7 @@ class NodeKeeper:
         busy |= self._state.forced  # they must get to the durable tier yet
         by_name = {entry.folder.name: entry for entry in self._book.entries()}
         for tier in self._stack.node_tiers:
-            kept = held = 0
+            kept = held = whole = 0
             for name in self._book.names():
                 if not any(self._book.copies(name, tier).values()):
                     continue
@@ -72,11 +78,14 @@ class NodeKeeper:
                 # Only what is whole and read counts: an older one goes only after a newer one is proved.
                 proved = good and self._is_proved(tier, name)
                 enough = kept >= keeps[tier] or (kept and held >= keeps[tier] and not proved)
-                if name not in busy and (enough or self._is_lost(name)):
-                    self._drop(tier, name, _why(kept, keeps[tier], tier))
+                surplus = whole >= keeps[tier] and tier == self._first and self._is_unread(name)
+                if name not in busy and (enough or surplus or self._is_lost(name)):
+                    why = _surplus(keeps[tier], tier) if surplus and not kept else ""
+                    self._drop(tier, name, why or _why(kept, keeps[tier], tier))
                 else:
                     held += 1
                     kept += proved
+                    whole += good
 
     def _is_proved(self, tier: NodeTier, name: str) -> bool:
         """Whether a tier has a checkpoint whole and as it was written, and survives what it should."""
@@ -85,6 +94,10 @@ class NodeKeeper:
             return False
         # Where replicas could not be made, such as in a full memory, older ones go all the same: else it stays full.
         return tier != self._first or name in state.settled or (tier, name) in state.given_up
+
+    def _is_unread(self, name: str) -> bool:
+        """Whether nobody ever read a checkpoint back; of what an earlier tracker left that is not known."""
+        return name in self._state.unproved and (self._first, name) not in self._state.verified
 
     def _is_lost(self, name: str) -> bool:
         """Whether what a checkpoint lacks will not come any more: the attempt went on from another one."""
@@ -140,6 +153,14 @@ class NodeKeeper:
             began_s=now_s,
         )
         self._scrub.start(self._fleet, self._book, now_s, self._hooks.generation())
+
+
+def _surplus(keep: int, tier: NodeTier) -> str:
+    """Why a checkpoint that was not read back yet does not stay, in words."""
+    return (
+        f"{keep} newer ones came before it could be read back and copied, and {tier} is not to fill up: copies "
+        "take longer than the saves are apart"
+    )
 
 
 def _why(kept: int, keep: int, tier: NodeTier) -> str:

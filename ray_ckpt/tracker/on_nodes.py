@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class OnNodes:
         every_steps: a tier to how many steps are between its copies.
         on_durable: told the name of a checkpoint that got there, once that is on record.
         seals: where the durable tier is waited for; by default here.
+        waiting: entered while nodes are waited for; others may change everything meanwhile.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class OnNodes:
         every_steps: Callable[[str], int],
         on_durable: Callable[[str], None],
         seals: Aside | None,
+        waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._house, self._memory, self._keeper = house, memory, keeper
         self._aside, self._push_due = Thread("records"), False
@@ -94,7 +97,12 @@ class OnNodes:
             is_left=lambda entry: left(entry, memory.left),
         )
         self.desk = TierDesk(
-            stack=stack, fleet=fleet, book=CopyBook(run_dir), hooks=hooks, aside=seals
+            stack=stack,
+            fleet=fleet,
+            book=CopyBook(run_dir),
+            hooks=hooks,
+            aside=seals,
+            waiting=waiting,
         )
 
     def take_up(self, nodes: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray_ckpt.checkpoint.guard import GuardRule
 from ray_ckpt.checkpoint.manifest import Manifest
-from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, ScalePrior, Seen
+from ray_ckpt.policy.belief import FAILURES_PER_1000_WORKER_DAYS, PRIOR_WEIGHT, ScalePrior, Seen
 from ray_ckpt.policy.decision import IntervalLimits
 from ray_ckpt.policy.loops import LoopRule
 from ray_ckpt.policy.resize import ResizeRules
@@ -71,7 +71,7 @@ class TrackerOptions:
     limits: IntervalLimits
     prior_mtbf_s: float
     prior_per_1000_worker_days: float = FAILURES_PER_1000_WORKER_DAYS
-    prior_weight: float = 1.0
+    prior_weight: float = PRIOR_WEIGHT
     history: tuple[Seen, ...] = ()
     max_fruitless: int = 3
     retention: Rules = field(default_factory=Rules)

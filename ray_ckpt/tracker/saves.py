@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,6 +99,8 @@ class Saves:
             files=len(manifest.files),
             world_size=manifest.world_size,
             sample_offset=manifest.sample_offset,
+            tokens=manifest.tokens,
+            loss=_finite(manifest.metrics.get("loss")),
             request=int(save.get("request", 0)),
             stall_s=float(save["stall_s"]),
             upload_s=float(save["upload_s"]),
@@ -146,3 +149,8 @@ class Saves:
             return None, str(error)
         except (TypeError, LookupError) as error:
             return None, f"the report of the save cannot be understood ({error!r})"
+
+
+def _finite(value: float | None) -> float | None:
+    """A number that every reader of JSON knows."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,7 +1,8 @@
 """Rank 0's end of the line to the tracker: sends what happened, holds the present directive.
 
-Nothing here waits for the tracker within a step. Lines of executed steps are sent in bundles, and always
-before a save. On ranks other than 0 a steward knows nothing and wants nothing.
+Nothing here waits for the tracker within a step, and what is said to it in passing is said by a thread beside the
+training one (:mod:`ray_ckpt.tracker.listener`): a step leaves its line, and looks at what is known. Lines are sent in
+bundles, and always before a save. On ranks other than 0 a steward knows nothing and wants nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from ray_ckpt.errors import RayCkptError, StaleGenerationError
 from ray_ckpt.policy.decision import steps_to_next
 from ray_ckpt.tracker.client import TrackerClient
-from ray_ckpt.tracker.records import BUNDLE_S, Attempt, Directive, Leave
+from ray_ckpt.tracker.records import Attempt, Directive, Leave
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +42,14 @@ class Steward:
         self._last_save, self._total = start_step, total_steps
         # Storage that would not take the last saves of the attempt before may still not.
         self._failures = attempt.directive.failed_in_a_row
-        self._pending: list[dict[str, Any]] = []
+        self._pending: deque[dict[str, Any]] = deque()  # one thread adds to it while another takes
         self._ticket: Any = None
         self._sent = time.monotonic()
         self._stale: StaleGenerationError | None = None
-        self._lock = threading.Lock()  # the background thread of a save commits through this object
+        self._unheard = False
+        self._lock = (
+            threading.Lock()
+        )  # of those who talk: the training thread at saves, and the one beside it
         self.last_record: dict[str, Any] = {}
         self.committed_step: int | None = None
         self.problem: str = "nothing was saved"
@@ -111,42 +116,50 @@ class Steward:
     def executed(self, record: dict[str, Any]) -> None:
         """Takes the line of an executed step."""
         if self._tracker is not None:
-            with self._lock:
-                self._pending.append(record)
+            self._pending.append(record)
             self.last_record = record
 
     def exchange(self, *, flush: bool) -> None:
-        """Sends waiting lines when it is time, and takes the tracker's last answer if it is there.
+        """Sends waiting lines at once, and takes the tracker's last answer if it is there.
+
+        Args:
+            flush: False leaves both to the thread that does it in passing, and only says what that has met.
 
         Raises:
             StaleGenerationError: another attempt has taken this one's place: stop.
         """
-        if self._tracker is None:
+        if self._tracker is None or not (flush or self._unheard):
             return
         with self._lock:
             if self._stale is not None:
                 raise self._stale
+            self._unheard = False
             self._take_answer()
-            due = flush or time.monotonic() - self._sent >= BUNDLE_S
-            # An empty bundle asks for the present directive.
-            if flush or (self._pending and due and self._ticket is None):
-                self._send()
+            self._send()
 
     def refresh(self, age_s: float) -> bool:
-        """Asks for the present directive when nothing was sent for so long; in a thread beside the training one.
+        """Takes the tracker's last answer, and sends waiting lines; in a thread beside the training one.
+
+        Args:
+            age_s: with no lines the present directive is asked for when nothing was sent for so long, seconds.
 
         Returns:
-            Whether the attempt goes on. That it does not is raised by the next :meth:`exchange`.
+            Whether the attempt goes on. That it does not is raised by the next :meth:`exchange`, as is what the
+            tracker could not be told: there it counts.
         """
         if self._tracker is None:
             return False
         with self._lock:
             try:
                 self._take_answer()
-                if self._ticket is None and time.monotonic() - self._sent >= age_s:
+                old = time.monotonic() - self._sent >= age_s
+                if self._ticket is None and (self._pending or old):
                     self._send()
             except StaleGenerationError as error:
-                self._stale = error
+                self._stale, self._unheard = error, True
+            except Exception:
+                self._unheard = True
+                raise
         return self._stale is None
 
     def _take_answer(self) -> None:
@@ -166,10 +179,11 @@ class Steward:
 
     def _send(self) -> None:
         assert self._tracker is not None
-        self._ticket = self._tracker.post(
-            "steps", generation=self.generation, records=self._pending
-        )
-        self._pending = []
+        records = [self._pending[k] for k in range(len(self._pending))]
+        # An empty bundle asks for the present directive.
+        self._ticket = self._tracker.post("steps", generation=self.generation, records=records)
+        for _ in records:
+            self._pending.popleft()  # only now: lines that could not be sent are sent with the next ones
         self._sent = time.monotonic()
 
     def _is_refused(self, step: int) -> bool:

@@ -1,9 +1,12 @@
 """The tracker's side of the tiers on the nodes: commits there, copies to slower tiers, what is kept, what is left.
 
 Nothing here waits for a copy. Holders copy (:mod:`ray_ckpt.tiers.holder`); :meth:`TierDesk.advance` takes what they
-answer, begins what is due and tries again what failed. The parts: :mod:`ray_ckpt.tracker.holders` (who is there),
-:mod:`ray_ckpt.tracker.copying` (what is under way), :mod:`ray_ckpt.tracker.node_keeper` (what stays, and is read
-again), :mod:`ray_ckpt.tracker.evidence` (what was refused).
+answer, begins what is due and tries again what failed. A commit waits for its nodes, all at once and for a short time,
+and lets the tracker's other calls in meanwhile: a holder that hangs delays the saves, and nothing else.
+
+The parts: :mod:`ray_ckpt.tracker.holders` (who is there), :mod:`ray_ckpt.tracker.copying` (what is under way),
+:mod:`ray_ckpt.tracker.node_keeper` (what stays, and is read again), :mod:`ray_ckpt.tracker.evidence` (what was
+refused).
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ray_ckpt.checkpoint.listing import Listed
 from ray_ckpt.checkpoint.manifest import Manifest
-from ray_ckpt.errors import RayCkptError
+from ray_ckpt.checkpoint.names import checkpoint_name
+from ray_ckpt.errors import RayCkptError, StaleGenerationError
 from ray_ckpt.fault_points import fault_point
-from ray_ckpt.tiers.fleet import QUICK_S, Fleet
+from ray_ckpt.tiers.fleet import QUICK_S, Fleet, answers
 from ray_ckpt.tiers.holder import Source, Target
 from ray_ckpt.tiers.placement import Place
 from ray_ckpt.tiers.stack import NodeTier, Stack
@@ -33,6 +38,8 @@ from ray_ckpt.tracker.node_keeper import NodeKeeper
 
 logger = logging.getLogger(__name__)
 
+MOST_FAULTS = 20  # of a reading that go on record; how many there were is told beside them
+
 
 class TierDesk:
     """Copies of one run on its nodes.
@@ -44,6 +51,7 @@ class TierDesk:
         hooks: the tracker.
         clock: monotonic seconds.
         aside: where the durable tier is waited for; by default here.
+        waiting: entered while nodes are waited for; others may change everything meanwhile.
     """
 
     def __init__(
@@ -55,9 +63,10 @@ class TierDesk:
         hooks: Hooks,
         clock: Callable[[], float] = time.monotonic,
         aside: Aside | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._stack, self._fleet, self._book, self._hooks = stack, fleet, book, hooks
-        self._clock = clock
+        self._clock, self._waiting, self._reads_back = clock, waiting, False
         self._first: NodeTier = stack.node_tiers[0]
         self._state = CopyState(book)
         self._drops = Drops(fleet, hooks.generation, lambda: self._clock())
@@ -178,17 +187,22 @@ class TierDesk:
 
         Returns:
             Why not, in words; None when every node has its part, and the manifest beside it.
+
+        Raises:
+            StaleGenerationError: another attempt began meanwhile, and what the nodes have is its business.
         """
         named = {path for paths in places.values() for path in paths}
         if absent := [entry.path for entry in manifest.files if entry.path not in named]:
             return f"nobody says on which node {absent[0]} is"
         if ".metadata" not in named:
             return "the metadata of the checkpoint was not written"
-        deadline = self._clock() + QUICK_S
-        if problem := self._drops.wait(manifest.name, QUICK_S):
+        deadline = time.monotonic() + QUICK_S
+        if drops := self._drops.calls(manifest.name):
+            self._wait(dict(enumerate(drops)), deadline, manifest)
+        if problem := self._drops.in_the_way(manifest.name):
             return problem
         fault_point("desk.commit")
-        problems, tickets = [], {}
+        problems, tickets, called = [], {}, self._fleet.names()
         for node, paths in places.items():
             try:
                 tickets[node] = self._holders.call(
@@ -196,15 +210,13 @@ class TierDesk:
                 )
             except RayCkptError as error:
                 problems.append(str(error))
+        found = self._wait(tickets, deadline, manifest)
         for node, ticket in tickets.items():
-            try:
-                done, problem = self._fleet.take(ticket, max(0.0, deadline - self._clock()))
-            except RayCkptError as error:
-                self._holders.lost(node, error)
-                done, problem = True, str(error)
-            if not done:
-                problem = f"it did not answer within {QUICK_S:g} s"
-                self._holders.late(node, ticket)
+            problem = found.get(node, f"it did not answer within {QUICK_S:g} s")
+            if isinstance(problem, RayCkptError):
+                self._holders.lost(node, problem, called.get(node))
+            elif node not in found:
+                self._holders.late(node, ticket, self._clock())
             if problem:
                 problems.append(f"node {node}: {problem}")
         fault_point("desk.committed")
@@ -212,7 +224,20 @@ class TierDesk:
             return "; ".join(problems[:3])
         for node, paths in places.items():
             self._book.add(Place(self._first, node), manifest, paths)
+        self._state.unproved.add(manifest.name)
         return None
+
+    def _wait(
+        self, tickets: Mapping[Any, Any], deadline: float, manifest: Manifest
+    ) -> dict[Any, Any]:
+        """What became of calls for a commit; the tracker's other calls are served meanwhile."""
+        with self._waiting():
+            found = answers(self._fleet, tickets, max(0.0, deadline - time.monotonic()))
+        if (now := self._hooks.generation()) != manifest.generation:
+            raise StaleGenerationError(
+                f"attempt {now} began while {manifest.name} was to be committed. Nothing was changed."
+            )
+        return found
 
     def discard(self, name: str) -> None:
         """Removes what a failed save left on the nodes."""
@@ -248,10 +273,12 @@ class TierDesk:
         self._try(self._evidence.clear, now_s)
         self._try(self._keeper.retain)
         self._try(self._keeper.scrub, now_s)
+        self._try(self._tell_read_back)
 
     def ask_read_back(self) -> None:
         """Has the nodes read all that they hold, one checkpoint in one tier after the other."""
         self._state.ask(self._clock())
+        self._reads_back = True
 
     def read_back(self) -> list[dict[str, Any]]:
         """What came of it so far (:meth:`ray_ckpt.tracker.copy_state.CopyState.read_back`)."""
@@ -266,6 +293,31 @@ class TierDesk:
         self._fleet.close(drop_memory=drop_memory, generation=self._hooks.generation())
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _tell_read_back(self) -> None:
+        """Puts on record what came of a wish to have all copies read, once all of them are."""
+        if not self._reads_back:
+            return
+        rows = self.read_back()
+        if not all(row["done"] for row in rows):
+            return
+        self._reads_back = False
+        faults = [
+            {
+                "name": checkpoint_name(row["step"], row["generation"]),
+                "tier": row["tier"],
+                **fault,
+            }
+            for row in rows
+            for fault in row["faults"]
+        ]
+        self._hooks.record(
+            "read_back",
+            copies=len(rows),
+            nodes=sorted({node for row in rows for node in row["nodes"]}),
+            faults=faults[:MOST_FAULTS],
+            num_faults=len(faults),
+        )
 
     def _try(self, part: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +36,7 @@ class Transfer:
         tries: that ended without success, in a row.
         not_before: when the next try may begin, seconds of the caller's clock.
         problem: of the last try, in words.
-        avoid: senders and paths that failed.
+        avoid: nodes that send, or get replicas, and paths that failed there.
         bytes: copied so far.
         began_s: seconds of the caller's clock.
         sealing: whether all files are there, and the commit is under way.
@@ -213,6 +215,7 @@ def replicas(
     *,
     count: int,
     domains: Mapping[str, str],
+    avoid: AbstractSet[tuple[str, str]] = frozenset(),
 ) -> dict[str, set[str]]:
     """Which node is to get which files, so that each has ``count`` copies on other nodes, as far as there are nodes.
 
@@ -222,7 +225,10 @@ def replicas(
         nodes: that can keep copies.
         count: copies beside the first.
         domains: node to its failure domain.
+        avoid: node and path that failed before, such as of a node whose memory is full; taken only when there is no
+            other node.
     """
+    failed = Counter(path for _, path in avoid)
     wanted: dict[str, set[str]] = {}
     for entry in manifest.files:
         here = {place.node for place in copies.get(entry.path, ())} & set(nodes)
@@ -230,8 +236,9 @@ def replicas(
             continue
         owner = min(here)
         # The first few of the ring are the same whether more are asked for or not, and few are cheap.
-        first = replica_nodes(owner, nodes, count + len(here), domains)
+        first = replica_nodes(owner, nodes, count + len(here) + failed[entry.path], domains)
         targets = [node for node in first if node not in here]
+        targets.sort(key=lambda node: (node, entry.path) in avoid)
         for node in targets[: max(0, count + 1 - len(here))]:
             wanted.setdefault(node, set()).add(entry.path)
     return wanted

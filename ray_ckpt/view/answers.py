@@ -1,10 +1,11 @@
 """What the page and its scripts are answered: paths in, bytes out; no web server in here.
 
-==============================  ==================================================================
-``GET /checkpoints``            the page
-``GET /api/ray_ckpt/runs``      the list of runs
-``GET /api/ray_ckpt/runs/ID``   one run; ``?offset=&limit=&show=`` choose the rows of its table
-==============================  ==================================================================
+====================================  ============================================================
+``GET /checkpoints``                  the page
+``GET /static/ray_ckpt/checkpoints``  asks for the token of the dashboard, and leads to the page
+``GET /api/ray_ckpt/runs``            the list of runs
+``GET /api/ray_ckpt/runs/ID``         one run; ``?offset=&limit=&show=`` choose the rows of its table
+====================================  ============================================================
 
 Answers carry an ``ETag`` that changes when their content does; a request with ``If-None-Match`` is answered 304 while
 it has not.
@@ -22,7 +23,7 @@ from typing import Any
 
 from ray_ckpt.checkpoint.storing import without_nonfinite
 from ray_ckpt.view.gallery import Gallery
-from ray_ckpt.view.page import live_page
+from ray_ckpt.view.page import Page, live_page, sign_in_page
 from ray_ckpt.view.shelf_rows import SHOWS
 
 RUNS_PATH = "/api/ray_ckpt/runs"
@@ -90,7 +91,13 @@ class Desk:
 
     def page(self) -> Answer:
         """The page."""
-        page = live_page()
+        return self._html(live_page())
+
+    def sign_in(self) -> Answer:
+        """What asks for the token of the dashboard."""
+        return self._html(sign_in_page())
+
+    def _html(self, page: Page) -> Answer:
         return Answer(
             body=page.html.encode(),
             headers={

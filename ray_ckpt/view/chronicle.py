@@ -14,6 +14,7 @@ from typing import Any
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.tracker.checkpoint_memory import DURABLE
 from ray_ckpt.tracker.memory import PLANNED, RunMemory
+from ray_ckpt.view.incidents import Incidents
 
 _STORY_EVENTS = 200
 _KEPT = 50
@@ -23,14 +24,29 @@ ALARMING = frozenset(
     {
         "alert",
         "bad_copy",
+        "crash_loop",
         "delete_failed",
+        "hang",
         "promote_failed",
         "quarantine",
         "save_failed",
         "skipped",
+        "straggler",
         "trouble",
     }
 )
+
+
+def is_alarming(event: dict[str, Any]) -> bool:
+    """Whether somebody should look at an event; of some kinds only what went wrong."""
+    kind = event.get("event")
+    return (
+        kind in ALARMING
+        or (kind == "drill" and not event.get("ok"))
+        or (kind == "leave_requested" and event.get("saves") is False)
+        or (kind == "excluded" and bool(event.get("nodes")))
+        or (kind == "read_back" and bool(event.get("faults")))
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +95,12 @@ class InterruptionMark:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointLine:
-    """What the journal tells of one checkpoint; None for what it does not."""
+    """What the journal tells of one checkpoint; None for what it does not.
+
+    Attributes:
+        verified_at: when its bytes in the durable tier were last read and compared, seconds since the epoch.
+        read_back: tier on the nodes to the same.
+    """
 
     name: str
     step: int
@@ -89,10 +110,14 @@ class CheckpointLine:
     files: int | None = None
     world_size: int | None = None
     sample_offset: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+    param_norm: float | None = None
     stall_s: float | None = None
     upload_s: float | None = None
     validation_loss: float | None = None
     verified_at: float | None = None
+    read_back: dict[str, float] = field(default_factory=dict)
     quarantined: str | None = None
     refused: bool = False
     drilled: dict[str, Any] | None = None
@@ -115,6 +140,8 @@ class Chronicle:
         last_failure: of a save; None before the first, and after a commit.
         last_time: time of the newest event; a clock may jump back.
         deleted: how many checkpoints were deleted.
+        incidents: hangs, nodes that left, crash loops and the like.
+        copied: checkpoint to how many copies the fastest tier has, and how many there are to be.
         gone: names of the last ones, oldest first; what lists folders may not have seen it yet.
         events: how many were taken.
     """
@@ -131,6 +158,8 @@ class Chronicle:
     last_failure: dict[str, Any] | None = None
     last_time: float = 0.0
     deleted: int = 0
+    incidents: Incidents = field(default_factory=Incidents)
+    copied: dict[str, tuple[int, int]] = field(default_factory=dict)
     gone: dict[str, None] = field(default_factory=dict)
     events: int = 0
 
@@ -141,12 +170,14 @@ class Chronicle:
             self.memory.apply(event)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             self._take(event)
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            self.incidents.apply(event)
 
     def _take(self, event: dict[str, Any]) -> None:
         kind, time_s = str(event["event"]), float(event["time"])
         self.last_time = max(self.last_time, time_s)
         self.story.append(event)
-        if kind in ALARMING or (kind == "drill" and not event.get("ok")):
+        if is_alarming(event):
             self.alerts.append(event)
         attempt = self.attempts[-1] if self.attempts else None
         # The end of an attempt that nobody told is noted by the next one: no sign of life of the old one.
@@ -224,10 +255,29 @@ class Chronicle:
         line.bytes, line.files = int(event["bytes"]), int(event["files"])
         line.world_size = _whole(event.get("world_size"))
         line.sample_offset = _whole(event.get("sample_offset"))
+        line.tokens = _whole(event.get("tokens"))
+        line.loss, line.param_norm = _number(event.get("loss")), _number(event.get("param_norm"))
         line.stall_s, line.upload_s = float(event["stall_s"]), float(event["upload_s"])
         if event.get("validation_loss") is not None:
             line.validation_loss = float(event["validation_loss"])
         self.last_failure = None
+
+    def _on_replicated(self, event: dict[str, Any], time_s: float) -> None:
+        self._read_back(event, time_s)
+        self.copied[str(event["name"])] = (int(event["copies"]), int(event["wanted"]))
+
+    def _on_promote(self, event: dict[str, Any], time_s: float) -> None:
+        self._read_back(event, time_s)
+
+    def _read_back(self, event: dict[str, Any], time_s: float) -> None:
+        """A copy on nodes counts once each node has compared what it has with the manifest."""
+        line, tier = self.checkpoints.get(str(event["name"])), str(event.get("tier", DURABLE))
+        if line is not None and tier != DURABLE:
+            line.read_back[tier] = time_s
+
+    def _on_copies(self, event: dict[str, Any], time_s: float) -> None:
+        # Of a new attempt: that a tier still has a checkpoint is told, and not how many copies of it live.
+        self.copied.clear()
 
     def _on_save_failed(self, event: dict[str, Any], time_s: float) -> None:
         self.last_failure = event
@@ -243,6 +293,7 @@ class Chronicle:
         aside = str(event.get("tier", DURABLE)) != DURABLE and line and line.quarantined is not None
         if self.memory.tiers.get(name) or aside:
             return  # gone from one of its tiers
+        self.copied.pop(name, None)
         if self.checkpoints.pop(name, None) is not None:
             self.deleted += 1
         self.gone[name] = None
@@ -257,3 +308,7 @@ class Chronicle:
 
 def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

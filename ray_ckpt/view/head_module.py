@@ -11,6 +11,8 @@ Read in Ray 2.60.0.
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +22,12 @@ from ray.dashboard.optional_deps import aiohttp
 from ray.dashboard.optional_utils import DashboardHeadRouteTable
 from ray.dashboard.utils import DashboardHeadModule
 
+from ray_ckpt.ray_dashboard import PAGE_PATH, SIGN_IN_PATH, asks_for_token, tell_page
+
 if TYPE_CHECKING:
     from ray_ckpt.view.answers import Answer, Desk
+
+logger = logging.getLogger(__name__)
 
 ANSWER_S = 15.0
 
@@ -36,17 +42,30 @@ class RayCkptCheckpoints(DashboardHeadModule):
         self._stuck: asyncio.Future[Any] | None = None
 
     async def run(self) -> None:
-        """Nothing goes on between requests."""
+        """Tells this Ray where the page is; then nothing goes on between requests."""
+        try:
+            path = SIGN_IN_PATH if asks_for_token() else PAGE_PATH
+            put = functools.partial(tell_page, self.gcs_client, path)
+            await asyncio.get_running_loop().run_in_executor(self._thread, put)
+        except Exception:  # the page is there all the same
+            logger.warning("jobs are not told where the page of checkpoints is", exc_info=True)
 
     @staticmethod
     def is_minimal_module() -> bool:
         """It needs the web server of the whole dashboard."""
         return False
 
-    @DashboardHeadRouteTable.get("/checkpoints")
+    @DashboardHeadRouteTable.get(PAGE_PATH)
     async def page(self, request: Any) -> Any:
         """The page."""
         return await self._answer(lambda desk: desk.page())
+
+    # Without a token Ray lets nobody past but to the files of its own page, which ask for it. So does this one, and
+    # holds nothing else.
+    @DashboardHeadRouteTable.get(SIGN_IN_PATH)
+    async def sign_in(self, request: Any) -> Any:
+        """Asks for the token, and leads to the page."""
+        return await self._answer(lambda desk: desk.sign_in())
 
     @DashboardHeadRouteTable.get("/api/ray_ckpt/runs")
     async def runs(self, request: Any) -> Any:

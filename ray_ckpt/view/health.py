@@ -127,9 +127,9 @@ def _course(signs: Signs) -> list[tuple[Level, str]]:
     if signs.loop:
         found.append(("failing", signs.loop))
     if signs.slow_nodes:
-        found.append(("attention", f"slower than the others: node {_nodes(signs.slow_nodes)}"))
+        found.append(("attention", f"slower than the others: node {', '.join(signs.slow_nodes)}"))
     if signs.excluded_nodes:
-        found.append(("attention", f"left out after hangs: node {_nodes(signs.excluded_nodes)}"))
+        found.append(("attention", f"left out after hangs: node {', '.join(signs.excluded_nodes)}"))
     limit_s = max(_SILENT_S, _SILENT_STEPS * (signs.step_s or 0.0))
     if signs.state == "training" and signs.silent_s is not None and signs.silent_s > limit_s:
         found.append(("failing", "no step for much longer than a step takes"))
@@ -170,10 +170,6 @@ def _proofs(signs: Signs) -> list[tuple[Level, str]]:
         found.append(("failing", f"the newest restore drill failed: {signs.failed_drill}"))
     found += [("attention", problem) for problem in signs.problems]
     return found
-
-
-def _nodes(names: tuple[str, ...]) -> str:
-    return ", ".join(name[:12] for name in names)
 
 
 def _checkpoints(count: int) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
 from ray_ckpt.checkpoint.drilled import Drilled
+from ray_ckpt.checkpoint.listing import Listed
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
 from ray_ckpt.tiers.retention import plan
 from ray_ckpt.tiers.rules import Rules
 from ray_ckpt.tiers.stack import TIER_NAMES
 from ray_ckpt.tiers.stock import Stock
 from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.view.chronicle import CheckpointLine
+from ray_ckpt.view.told import Facts, facts_of
 
 
 def recorded_rules(memory: RunMemory) -> Rules:
@@ -30,9 +33,13 @@ class Keeping:
     Args:
         memory: what the run's journal tells.
         stock: its checkpoints, newest first.
+        lines: checkpoint to what the journal tells of it.
     """
 
-    def __init__(self, memory: RunMemory, stock: Stock) -> None:
+    def __init__(
+        self, memory: RunMemory, stock: Stock, lines: Mapping[str, CheckpointLine]
+    ) -> None:
+        self._lines = lines
         rules = recorded_rules(memory)
         verdicts = plan(stock.records, rules.policies(), quarantined=rules.quarantined)
         self._verdicts = {verdict.name: verdict for verdict in verdicts}
@@ -71,6 +78,14 @@ class Keeping:
             return {**found, "durable": known.get("durable", 0.0)}
         return {tier: since_s for tier, since_s in found.items() if tier != "durable"}
 
+    def facts(self, entry: Listed) -> Facts:
+        """What is known of a checkpoint, also of one that only nodes have."""
+        name = entry.folder.name
+        tiers = self.tiers(name, durable=entry.manifest is not None)
+        # Of what is committed nowhere any more the journal tells what was.
+        line = self._lines.get(name) if tiers or entry.committed else None
+        return facts_of(entry, line, tiers)
+
     def on_nodes_alone(self, names: Collection[str]) -> list[str]:
         """Checkpoints that only nodes have, newest first, when these are those in the durable tier."""
         found = [name for name in self._memory.tiers if self.tiers(name, durable=False)]
@@ -80,8 +95,9 @@ class Keeping:
         """What to add to the state of a checkpoint."""
         return "".join(f", pinned: {words}" for words in self._pinned.get(name, ())[:1])
 
-    def fields(self, name: str) -> list[tuple[str, str]]:
+    def fields(self, entry: Listed) -> list[tuple[str, str]]:
         """Lines for people."""
+        name, read = entry.folder.name, self.facts(entry).read_back
         lines = [("pinned", words) for words in self._pinned.get(name, ())]
         verdict = self._verdicts.get(name)
         if verdict is not None:
@@ -89,10 +105,15 @@ class Keeping:
             lines.append((word, "; ".join(verdict.reasons)))
         if self.has_tiers:
             for tier, since_s in self.tiers(name, durable=verdict is not None).items():
-                when = datetime.fromtimestamp(since_s).astimezone().isoformat(" ", "seconds")
-                lines.append((f"in {tier}", f"since {when}" if since_s else "yes"))
+                since = f"since {_moment(since_s)}" if since_s else "yes"
+                proved = f", read back {_moment(read[tier])}" if tier in read else ""
+                lines.append((f"in {tier}", since + proved))
         return lines
 
 
 def _key(name: str) -> tuple[int, int]:
     return parse_checkpoint_name(name) or (-1, -1)
+
+
+def _moment(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).astimezone().isoformat(" ", "seconds")

@@ -17,7 +17,16 @@ from importlib import resources
 from typing import Any
 
 _DATA = "null"
-_SCRIPTS = ("base.js", "charts.js", "table.js", "run.js", "page.js")
+_SCRIPTS = (
+    "base.js",
+    "sign_in.js",
+    "charts.js",
+    "incidents.js",
+    "table.js",
+    "run.js",
+    "page.js",
+)
+_ENTER_SCRIPTS = ("base.js", "sign_in.js", "enter.js")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,12 @@ class Page:
 def live_page() -> Page:
     """The page that asks the dashboard for its data."""
     return _assembled(_DATA)
+
+
+@functools.cache
+def sign_in_page() -> Page:
+    """The page that asks for the token of Ray's dashboard and then leads to the live one; there is no data in it."""
+    return _assembled(_DATA, "sign_in.html", _ENTER_SCRIPTS)
 
 
 def frozen_page(document: Mapping[str, Any]) -> str:
@@ -73,15 +88,15 @@ def embedded(document: Mapping[str, Any]) -> str:
     return text
 
 
-def _assembled(data: str) -> Page:
+def _assembled(data: str, page: str = "page.html", scripts: tuple[str, ...] = _SCRIPTS) -> Page:
     style = _part("page.css")
-    script = '"use strict";\n(() => {\n' + "\n".join(map(_part, _SCRIPTS)) + "})();\n"
+    script = '"use strict";\n(() => {\n' + "\n".join(map(_part, scripts)) + "})();\n"
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {"policy": policy, "style": style, "script": script, "data": data}
-    html = _part("page.html")
+    html = _part(page)
     pieces = html.split("%%")
     # One pass: a text that was put in is not looked at again.
     return Page("".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces)), policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint.listing import Listed, list_checkpoints
-from ray_ckpt.checkpoint.names import MANIFEST_NAME
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, MANIFEST_NAME
 from ray_ckpt.checkpoint.quarantine import read_quarantine_note
 from ray_ckpt.checkpoint.trust import key_problem, problem_of
 from ray_ckpt.checkpoint.verify import Fault, verify_files
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.tiers import pins, remote_pins
 from ray_ckpt.tiers.address import below, is_uri, split_run
 from ray_ckpt.tiers.pins import Pin
@@ -23,11 +24,15 @@ from ray_ckpt.tiers.remote_house import remote_stock
 from ray_ckpt.tiers.remote_records import pull_records
 from ray_ckpt.tiers.remote_store import RemoteStore
 from ray_ckpt.tiers.stock import stock_of
-from ray_ckpt.tracker.memory import RunMemory
+from ray_ckpt.tracker.journal import JOURNAL_NAME
 from ray_ckpt.tracker.recall import recall
 from ray_ckpt.tracker.rollback import passed
+from ray_ckpt.view.chronicle import Chronicle
 from ray_ckpt.view.keeping import Keeping
-from ray_ckpt.view.runs import find_run, verified_times
+from ray_ckpt.view.runs import find_run, some_like, verified_times
+from ray_ckpt.view.told import chronicle_in
+
+MOST_LOOKS = 10
 
 
 class FolderRun:
@@ -58,9 +63,10 @@ class FolderRun:
 
     def keeping(self, entries: Sequence[Any]) -> Keeping:
         """Why each of its checkpoints is kept."""
-        memory = recall(self.folder)
+        chronicle = chronicle_in(self.folder)
+        memory = chronicle.memory
         stock = stock_of(entries, verified=memory.verified, passed=passed(memory.left))
-        return Keeping(memory, stock)
+        return Keeping(memory, stock, chronicle.checkpoints)
 
     def faults(self, entry: Any) -> list[Fault]:
         """Reads every byte of a checkpoint whose manifest was read."""
@@ -125,11 +131,10 @@ class RemoteRun:
             yield folder
 
     @cached_property
-    def records(self) -> tuple[RunMemory, dict[str, float], int]:
-        """What its journal there tells, when checkpoints were read back, and the newest attempt."""
+    def records(self) -> tuple[Chronicle, dict[str, float]]:
+        """What its journal there tells, and when checkpoints were read back."""
         with self.records_folder() as folder:
-            memory = recall(folder)
-            return memory, verified_times(folder), memory.generation
+            return chronicle_in(folder), verified_times(folder)
 
     def verified_times(self) -> dict[str, float]:
         """Name of a checkpoint to the last time that the run read it back."""
@@ -137,9 +142,11 @@ class RemoteRun:
 
     def keeping(self, entries: Sequence[Any]) -> Keeping:
         """Why each of its checkpoints is kept."""
-        memory = self.records[0]
+        chronicle = self.records[0]
+        memory = chronicle.memory
         verified, course = memory.verified, passed(memory.left)
-        return Keeping(memory, remote_stock(self.tier, entries, verified=verified, passed=course))
+        stock = remote_stock(self.tier, entries, verified=verified, passed=course)
+        return Keeping(memory, stock, chronicle.checkpoints)
 
     def faults(self, entry: Any) -> list[Fault]:
         """Reads every byte of a checkpoint whose manifest was read."""
@@ -189,7 +196,18 @@ def open_run(text: str, storage: str) -> FolderRun | RemoteRun:
     base, name = split_run(uri)
     tier = RemoteTier(RemoteStore(base), name)
     if not tier.store.list(name):
-        raise ConfigError(
-            f"no run {name!r} in {tier.store.where}. Give the address of one: URI/RUN."
-        )
+        raise ConfigError(f"no run {name!r} in {tier.store.where}{_instead(tier.store, name)}")
     return RemoteRun(tier)
+
+
+def _instead(store: RemoteStore, name: str) -> str:
+    """What is there in place of a run, for a hint; a folder may hold many things, and only runs have checkpoints."""
+    with contextlib.suppress(StorageError):
+        folders = [item.path for item in store.list() if item.is_folder]
+        marks = {CHECKPOINTS_DIR, JOURNAL_NAME}
+        # Each look is a request: enough of them for a hint, those first that are most like what was asked for.
+        some = some_like(name, folders)[:MOST_LOOKS]
+        runs = [each for each in some if marks & {item.path for item in store.list(each)}]
+        if runs:
+            return f". Runs there: {', '.join(runs)}"
+    return ", and no other run is there. Give the address of one: URI/RUN."

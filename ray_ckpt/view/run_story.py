@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +11,8 @@ from ray_ckpt.tracker.buckets import PHASES, Ledger
 from ray_ckpt.tracker.checkpoint_memory import DURABLE
 from ray_ckpt.view.chronicle import AttemptLine, Chronicle, InterruptionMark
 from ray_ckpt.view.human import shorten
-from ray_ckpt.view.story import tell
 from ray_ckpt.view.track import Track
+from ray_ckpt.view.wording import describe
 
 _CAUSE_CHARS = 600
 MOST_ATTEMPTS = 2000
@@ -202,24 +201,21 @@ def drills(chronicle: Chronicle) -> list[dict[str, Any]]:
 
 
 def lines(events: Any) -> list[dict[str, Any]]:
-    """Events in words, newest first; those that are not worth a line are left out."""
-    found = []
-    for event in reversed(events):
-        line = told(event)
-        if line:
-            kind, generation = event.get("event"), event.get("generation")
-            found.append(
-                {"time": event.get("time"), "event": kind, "generation": generation, "line": line}
-            )
-    return found
+    """Events in words, newest first; none is left out."""
+    return [
+        {
+            "time": event.get("time"),
+            "event": event.get("event"),
+            "generation": event.get("generation"),
+            "line": told(event),
+        }
+        for event in reversed(events)
+    ]
 
 
 def told(event: dict[str, Any]) -> str:
-    """An event in words; one that lacks fields is told by its name."""
-    line: str | None = str(event.get("event"))
-    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
-        line = tell(event)
-    return shorten(line or "", _CAUSE_CHARS)
+    """An event in words."""
+    return shorten(describe(event), _CAUSE_CHARS)
 
 
 def _plain(record: AttemptLine | InterruptionMark) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ray_ckpt.tracker.recall import read_ledger
 from ray_ckpt.view import run_story
 from ray_ckpt.view.chronicle import Chronicle
 from ray_ckpt.view.health import READING, Health, Signs, judge
+from ray_ckpt.view.incidents import incidents
 from ray_ckpt.view.shelf_look import ShelfLook
 from ray_ckpt.view.shelf_rows import TROUBLE, ShelfRows
 from ray_ckpt.view.tail import Tail
@@ -243,8 +244,8 @@ class RunView:
             refusals=len(memory.refusals),
             fruitless=memory.fruitless,
             loop=str(loop["reason"]).partition("\n")[0] if loop.get("action") == "stop" else "",
-            slow_nodes=tuple(memory.stragglers),
-            excluded_nodes=memory.excluded,
+            slow_nodes=tuple(map(self.chronicle.incidents.name, memory.stragglers)),
+            excluded_nodes=tuple(map(self.chronicle.incidents.name, memory.excluded)),
             failed_drill=failed_drill,
             missing=counts.get("missing", 0),
             damaged=counts.get("damaged", 0) + counts.get("unreadable", 0),
@@ -322,6 +323,7 @@ class RunView:
                 "rows": [rows.row(entry) for entry in page],
             },
             "drills": run_story.drills(chronicle),
+            "incidents": incidents(chronicle.incidents, chronicle.memory, str(self.folder)),
             "alerts": run_story.lines(chronicle.alerts),
             "story": run_story.lines(chronicle.story),
         }

@@ -44,7 +44,7 @@ def find_run(text: str, storage_text: str) -> Path:
         said = f"no run {text!r} in {storage}"
     for place in (given, storage):
         if runs := _runs_in(place):
-            raise ConfigError(f"{said}. Runs in {place}: {_some(_nearest(given.name, runs))}")
+            raise ConfigError(f"{said}. Runs in {place}: {_some(some_like(given.name, runs))}")
     raise ConfigError(f"{said}, and no other run is there. Say where with --storage FOLDER.")
 
 
@@ -94,7 +94,7 @@ def _runs_in(folder: Path) -> list[str]:
     return []
 
 
-def _nearest(name: str, names: list[str]) -> list[str]:
+def some_like(name: str, names: list[str]) -> list[str]:
     """Names that are like another one first, the most alike ahead; the rest stays in order."""
     near = difflib.get_close_matches(name, names, n=max(1, len(names)), cutoff=0.5)
     return near + [other for other in names if other not in near]

@@ -9,7 +9,7 @@ from ray_ckpt.view.human import human_bytes, human_duration, shorten
 
 def tell(event: dict[str, Any]) -> str | None:
     """The line for an event; None for events that are not worth one."""
-    teller = _TELLERS.get(str(event.get("event")))
+    teller = TELLERS.get(str(event.get("event")))
     if teller is None:
         return None
     # A cause may be a whole traceback, and a log with a line an event is read line by line.
@@ -237,7 +237,7 @@ def _finished(e: dict[str, Any]) -> str:
     return f"finished at step {e['step']}"
 
 
-_TELLERS = {
+TELLERS = {
     "tracker_started": _tracker,
     "group_started": _group,
     "attempt_started": _attempt,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, Browser
 from making import tracker_of
 from ray_copy import copy_ray
 
@@ -40,7 +41,8 @@ tracker = start_tracker(facts, TrackerOptions(limits=IntervalLimits(), prior_mtb
 attempt = ray.get(tracker.begin_attempt.remote(3, ["a", "b", "c"]))
 ray.get(tracker.restored.remote(attempt.generation, 0, 0.1, "", "no checkpoint yet"))
 ray.get(tracker.steps.remote(attempt.generation, [{"step": 1, "loss": 2.5, "step_time_s": 0.5}]))
-print("ready", flush=True)
+from ray_ckpt.ray_dashboard import page_path
+print("ready", page_path(), flush=True)
 sys.stdin.read()
 ray.get(tracker.interruption.remote("user_stop", "</script> said the user"))
 """
@@ -56,6 +58,36 @@ def site(folder: Path, shim: str) -> Path:
 
 def environment(*paths: Path) -> dict[str, str]:
     return {"PYTHONPATH": ":".join(map(str, paths))}
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """All files of an installation, but for what Python keeps of its own beside them."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(folder.rglob("*")):
+        if "__pycache__" in path.parts and SHIM_FOLDER not in path.parts:
+            continue
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = str(path.readlink())
+        else:
+            found[name] = "folder" if path.is_dir() else path.read_bytes()
+    return found
+
+
+def sign_in_as_people_do(cluster: LocalCluster, token: str, profile: Path) -> None:
+    """From the address that a job's log says, past the question for the token, to the page."""
+    with Browser(profile) as browser:
+        browser.open(f"{cluster.dashboard_url}{ray_dashboard.SIGN_IN_PATH}")
+        for word, follows in (
+            ("wrong", "document.body.innerText.includes('does not take this token')"),
+            (token, "location.pathname === '/checkpoints'"),
+        ):
+            browser.wait("document.querySelector('#token')")
+            browser.js(f"document.querySelector('#token').value = {json.dumps(word)}")
+            browser.click("form button")
+            browser.wait(follows)
+        browser.wait_text("recorded")
+        assert browser.errors == []
 
 
 def get(cluster: LocalCluster, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -74,6 +106,7 @@ def test_runs_of_this_ray_are_shown_to_those_who_have_its_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = copy_ray(tmp_path / "site")
+    before = tree(tmp_path / "site")
     monkeypatch.setattr(ray_dashboard, "_modules", lambda: (modules, ray_dashboard.READ_IN))
     monkeypatch.delenv(ray_dashboard.VARIABLE)  # a cluster puts the page in by itself
     recorded = tmp_path / "runs" / "recorded"
@@ -90,6 +123,12 @@ def test_runs_of_this_ray_are_shown_to_those_who_have_its_token(
         for path in ("/checkpoints", "/api/ray_ckpt/runs", "/api/ray_ckpt/runs/x"):
             assert get(cluster, path)[0] == 401, path
             assert get(cluster, path, Authorization="Bearer wrong")[0] == 403, path
+        # What asks for the token is there for everybody, as the dashboard's own page is, and says nothing of a run.
+        status, _, page = get(cluster, ray_dashboard.SIGN_IN_PATH)
+        assert status == 200
+        assert b"recorded" not in page
+        if CHROMIUM is not None:
+            sign_in_as_people_do(cluster, token, tmp_path / "browser")
         status, headers, page = get(cluster, "/checkpoints", Authorization=bearer)
         assert status == 200
         assert b"<title>Checkpoints</title>" in page
@@ -112,7 +151,8 @@ def test_runs_of_this_ray_are_shown_to_those_who_have_its_token(
         assert driver.stdin is not None
         assert driver.stdout is not None
         try:
-            assert driver.stdout.readline().strip() == "ready"
+            # A job of this Ray knows where to send people who have no token yet.
+            assert driver.stdout.readline().split() == ["ready", ray_dashboard.SIGN_IN_PATH]
             run = wait_for(cluster, bearer, "training")
             assert run["registered"]
             assert run["actor"] == "ray_ckpt.tracker:live"
@@ -131,6 +171,10 @@ def test_runs_of_this_ray_are_shown_to_those_who_have_its_token(
         assert run["last_interruption"]["cause"] == "</script> said the user"
         assert run["health"] == "ok"
         assert get(cluster, "/api/ray_ckpt/runs/none", Authorization=bearer)[0] == 404
+    # A Ray was started with the page, and ran: when the page is taken away, the installation is as it was.
+    assert tree(tmp_path / "site") != before
+    ray_dashboard.disable()
+    assert tree(tmp_path / "site") == before
 
 
 def wait_for(cluster: LocalCluster, bearer: str, state: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Child:
     def __init__(self, make: Any, faults: str) -> None:
         self.ours, theirs = Pipe()
         self._sent, self._answers, self.dead = 0, dict[int, tuple[bool, Any]](), False
+        self._reading = threading.Lock()  # a commit may wait beside other calls
         self.pid = os.fork()
         if not self.pid:
             try:
@@ -71,14 +72,18 @@ class Child:
     def take(self, number: int, timeout_s: float) -> tuple[bool, Any]:
         deadline = time.monotonic() + timeout_s
         while number not in self._answers:
+            left_s = max(0.0, deadline - time.monotonic())
             try:
-                if not self.ours.poll(max(0.0, deadline - time.monotonic())):
-                    return False, None
-                came, good, answer = self.ours.recv()
-                self._answers[came] = good, answer
+                with self._reading:
+                    if number not in self._answers and self.ours.poll(min(left_s, 0.02)):
+                        came, good, answer = self.ours.recv()
+                        self._answers[came] = good, answer
+                        continue
             except (OSError, EOFError) as error:
                 self.end()
                 raise HolderGoneError("a holder is gone") from error
+            if not left_s and number not in self._answers:
+                return False, None
         good, answer = self._answers[number]
         if not good:
             raise answer

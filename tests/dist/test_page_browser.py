@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -15,6 +16,7 @@ import pytest
 from making import tracker_of
 
 from ray_ckpt import cli
+from ray_ckpt.tracker.departures import Drain
 from ray_ckpt.view.answers import RUNS_PATH, Answer, Desk
 from ray_ckpt.view.gallery import Gallery
 
@@ -73,6 +75,13 @@ def storage(tmp_path: Path) -> Path:
         {"step": n, "loss": 5 / n, "step_time_s": 0.5, "time": 1.7e9 + n} for n in range(1, 40)
     ]
     core.steps(1, lines)
+    core.hang(
+        step=39, quiet_s=305.0, usual_s=0.5, suspects=[1], nodes=["b"], names=[NASTY],
+        reason="rank 1 is behind " + NASTY,
+        where={f"all-reduce {NASTY}": [0, 2], "backward of step 40": [1]}, dumps="hangs/x-g1",
+    )  # fmt: skip
+    core.draining([Drain(node="b", name=NASTY, deadline=time.time() + 3600.0)])
+    core.steps(1, [{"step": 40, "loss": 0.1, "step_time_s": 0.5, "time": 1.7e9 + 40}])
     core.interruption("node_loss", NASTY)
     return tmp_path / "runs"
 
@@ -127,7 +136,10 @@ def check(page: Drawn) -> None:
     """The run is drawn in all its parts, and what its user wrote is text."""
     parts = {
         f"part-{name}"
-        for name in ("title", "tiles", "facts", "charts", "goodput", "alerts", "table", "story")
+        for name in (
+            *("title", "tiles", "facts", "charts", "goodput"),
+            *("alerts", "incidents", "table", "story"),
+        )
     }
     assert parts <= page.ids
     assert page.tags.count("svg") == 2
@@ -137,6 +149,14 @@ def check(page: Drawn) -> None:
     assert "b" not in page.tags
     assert "taken" not in page.text.split("Checkpoints", 1)[0]  # the title of the page
     assert "object HTML" not in page.text
+    said = " ".join(
+        page.text.split("Nodes, hangs and sizes", 1)[1].split("checkpoints", 1)[0].split()
+    )
+    assert f"node {NASTY} will be taken away: " in said
+    assert "lost. Deadline: " in said
+    assert "ranks 0, 2: all-reduce" in said
+    assert "/hangs/x-g1" in said
+    assert "Limits: the same failure may come 3 times in a row at the same step" in said
 
 
 def test_a_report_is_drawn_from_a_file(storage: Path, tmp_path: Path) -> None:

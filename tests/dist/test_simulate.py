@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+from readme import commands
 
 from ray_ckpt.cli import main
 
@@ -143,3 +145,18 @@ def test_options_that_make_no_sense_are_refused_by_name(
 ) -> None:
     assert main(["simulate", *arguments, *COMMON]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c.startswith("ray-ckpt simulate")])
+def test_those_of_README_play_and_name_the_best(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As they stand there, with fewer runs of fewer days."""
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command)[1:]
+    assert main([*words, "--runs", "2", "--days", "2"]) == 0
+    assert "learns" in capsys.readouterr().out
+    assert ("--html" in words) == (tmp_path / "planned.html").exists()

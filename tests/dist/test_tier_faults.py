@@ -198,15 +198,15 @@ def test_a_drop_is_asked_for_until_it_is_done_and_a_commit_of_the_name_waits_for
     drops.start("a", "memory", folder.name)
     drops.advance(["a"])
     assert folder.exists()
-    assert "still has to delete" in drops.wait(folder.name, 0.0)
+    assert "still has to delete" in drops.in_the_way(folder.name)
     now_s[0] = 60.0
     drops.advance(["a"])
     assert not folder.exists()
     drops.advance(["a"])
-    assert drops.wait(folder.name, 0.0) == ""
+    assert drops.in_the_way(folder.name) == ""
     fleet.stuck = {("a", "drop")}
     drops.start("a", "memory", folder.name)
-    assert drops.wait(folder.name, 0.0)
+    assert drops.in_the_way(folder.name)
     assert drops.owing == {"a"}
     drops.clear()
     drops.advance([])
@@ -456,7 +456,7 @@ def test_a_long_attempt_does_not_grow(world: World) -> None:
                 len(each)
                 for each in (
                     book._manifests, book._copies, state.verified, state.settled, state.forced,
-                    state.given_up, desk._evidence._waiting, desk._copying.transfers,
+                    state.given_up, state.unproved, desk._evidence._waiting, desk._copying.transfers,
                     desk._holders._late, desk._holders._greeted,
                     desk._drops._tickets, desk._drops._waiting,
                 )

@@ -161,10 +161,21 @@ def test_all_copies_are_read_when_somebody_asks_and_each_bad_one_is_named(tmp_pa
         (r["tier"], r["step"], [f["path"] for f in r["faults"]]) for r in rows if not r["ok"]
     ] == [("memory", 20, ["__0_0.distcp"])]
     assert path.read_bytes() == good, "the bad copy was replaced"
+    # What came of it is on record, where those look who did not ask.
+    [reading] = world.events("read_back")
+    assert (reading["copies"], reading["num_faults"], reading["nodes"]) == (
+        len(rows),
+        1,
+        ["a", "b"],
+    )
+    assert [(f["name"], f["tier"], f["path"]) for f in reading["faults"]] == [
+        ("step-00000020-g1", "memory", "__0_0.distcp")
+    ]
     world.tracker.ask_read_back()
     for _ in range(4):
         world.settle()
     assert all(row["done"] and row["ok"] for row in world.tracker.read_back())
+    assert [each["num_faults"] for each in world.events("read_back")] == [1, 0]
 
 
 def test_an_older_one_never_goes_to_a_slower_tier_after_a_newer_one_unless_it_must(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import re
@@ -319,6 +320,41 @@ def test_wrong_usage_ends_with_code_2(argv, capsys):
         cli.main(argv)
     assert caught.value.code == 2
     assert "usage: ray-ckpt" in capsys.readouterr().err
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+@pytest.mark.parametrize("name", subcommands())
+def test_every_command_has_the_same_manners(name):
+    command = subcommands()[name]
+    options = {option for action in command._actions for option in action.option_strings}
+    # What completion prints is a script already.
+    assert ("--json" in options) == (name != "completion")
+    for code in ("0", "1", "2", "130", "141"):
+        assert f"\n  {code:<3}  " in command.format_help().partition("exit codes:")[2]
+    # A sentence, and with what is computed from numbers an example.
+    assert re.match(r"[A-Z].*\.( ray-ckpt .*)?$", command.description.partition("\n")[0])
+    run = [action for action in command._actions if action.metavar == "RUN"]
+    if run:
+        assert "--storage" in options
+        # The help of RUN promises an address only where one is taken.
+        takes = "address" in run[0].help
+        assert takes == (name not in ("save", "stop", "drill", "export"))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_colours_are_for_terminals_alone(run, capsys, monkeypatch, terminal):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: terminal)
+    for argv in (["ls", run], ["verify", run]):
+        assert ("\x1b" in call(capsys, *argv)[1]) == terminal
+    assert "\x1b" not in call(capsys, "ls", run, "--json")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in call(capsys, "ls", run)[1]
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["ls", "--help"], ["verify", "--help"]])

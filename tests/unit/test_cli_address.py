@@ -99,7 +99,10 @@ def test_pins_and_gc_on_an_address(run, capsys):
 def test_a_run_that_is_not_there_and_commands_that_need_a_folder(run, capsys, tmp_path):
     code, _, err = said(capsys, "ls", f"file://{tmp_path}/none")
     assert code == 2
-    assert "no run 'none' in file://" in err
+    assert err.strip().endswith(f"no run 'none' in file://{tmp_path}. Runs there: demo")
+    code, _, err = said(capsys, "ls", f"file://{run}/none")
+    assert code == 2
+    assert "no other run is there. Give the address of one" in err
     code, out, _ = said(capsys, "ls", "demo", "--storage", f"file://{tmp_path}")
     assert code == 0
     assert f"in file://{run}" in out

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_ckpt
+from ray_ckpt import fault_points
 from ray_ckpt.checkpoint.storing import write_atomically
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.fault_points import (
@@ -97,6 +98,23 @@ def test_each_fault_strikes_at_its_turn_and_no_other() -> None:
     fault_point("save.file")
 
 
+def test_a_disk_is_slow_for_as_long_as_a_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(fault_points.time, "sleep", slept.append)
+    switch, done = tmp_path / "slow", []
+    arm(f"save.file@2+=slow:{switch}")
+    for text in (None, "0.5", "0.25", "", "torn", "-1", None):
+        if text is None:
+            switch.unlink(missing_ok=True)
+        else:
+            switch.write_text(text)
+        fault_point("save.file", lambda: done.append(1))
+    assert [second for second in slept if second] == [0.5, 0.25]
+    assert not done, "all of it comes after the wait"
+
+
 def test_points_with_errors_are_points() -> None:
     assert POINTS.keys() > WITH_ERRORS
 
@@ -139,6 +157,7 @@ def test_a_parent_can_be_killed_from_its_child() -> None:
         ("commit.rname=kill", "no fault point 'commit.rname'"),
         ("commit.rename=boom", "'boom' in .* is no action"),
         ("commit.rename=sleep:long", "is no action"),
+        ("commit.rename=slow:relative", "is no action"),
         ("commit.rename", "is not NAME"),
         ("save.write=eio", "no error can come from 'save.write'"),
         ("commit.rename@0=kill", "counts from 1"),

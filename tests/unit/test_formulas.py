@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_ckpt.policy.gamma import gamma_quantile
 from ray_ckpt.policy.interval import (
     daly,
     daly_first,
@@ -178,6 +179,21 @@ def test_the_estimate_of_kokolis_is_never_above_the_exact_efficiency(stall, mtbf
     assert ettr(interval, stall, mtbf, restart) <= efficiency(interval, 0, mtbf, restart) / (
         1 + stall / interval
     ) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shape", [0.5, 1, 3, 20])
+@pytest.mark.parametrize("stall", [1.0, 60.0])
+def test_the_best_interval_for_the_mean_rate_is_the_best_for_all_that_is_believed(shape, stall):
+    # Rates as they are believed in: a gamma distribution, in slices of the same probability.
+    mean = 1 / (2 * 86400.0)
+    rates = [mean / shape * gamma_quantile(shape, (k + 0.5) / 200) for k in range(200)]
+
+    def expected(interval: float) -> float:
+        return sum(growth(interval, stall, rate, 300.0) - 1 for rate in rates) / len(rates)
+
+    chosen = exact(stall, 1 / (sum(rates) / len(rates)))
+    least = min(expected(chosen * factor) for factor in (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25))
+    assert expected(chosen) <= least * 1.001
 
 
 def test_limits_of_the_formulas():

@@ -77,6 +77,27 @@ def test_within_a_step_the_present_order_is_asked_for_and_lines_are_sent_once(
     assert tracker.lines == [{"step": 1}]
 
 
+def test_a_step_says_nothing_itself_but_what_could_not_be_said_beside_it(tracker: Tracker) -> None:
+    rank0 = steward(tracker)
+    for step in (1, 2):
+        rank0.executed({"step": step})
+        rank0.exchange(flush=False)
+    assert not tracker.asked.is_set()
+    said, tracker.post = tracker.post, busy  # type: ignore[method-assign]
+    with pytest.raises(StorageError):
+        rank0.refresh(0.0)
+    with pytest.raises(StorageError):
+        rank0.exchange(flush=False)
+    tracker.post = said  # type: ignore[method-assign]
+    rank0.executed({"step": 3})
+    assert rank0.refresh(1000.0), "lines do not wait for the time of a question"
+    assert tracker.lines == [{"step": step} for step in (1, 2, 3)]
+
+
+def busy(method: str, **kwargs: Any) -> Any:
+    raise StorageError("the tracker is busy")
+
+
 def test_that_another_attempt_took_over_is_raised_in_the_training_thread(tracker: Tracker) -> None:
     rank0 = steward(tracker)
     assert rank0.refresh(0.0)
@@ -96,6 +117,7 @@ def test_the_thread_ends_with_its_attempt(
     tracker: Tracker, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(listener, "FRESH_S", 0.001)
+    monkeypatch.setattr(listener, "BUNDLE_S", 0.001)
     before = {*threading.enumerate()}
     rank0 = steward(tracker)
     end = Listener(rank0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -125,18 +126,22 @@ def test_the_generation_and_the_best_step_only_grow(lines):
         {"event": None},
         {"event": "apply"},
         {"event": "x", "time": "y"},
-        {
-            "event": "tracker_started",
-            "time": 1.0,
-            "generation": 3,
-            "host": "h",
-            "pid": 1,
-            "events_read": 0,
-        },
     ],
 )
 def test_lines_it_does_not_know_change_nothing(line):
     assert fold([line]) == RunMemory()
+
+
+def test_a_tracker_that_starts_is_no_attempt():
+    line = {
+        "event": "tracker_started",
+        "time": 1.0,
+        "generation": 3,
+        "host": "h",
+        "pid": 1,
+        "events_read": 0,
+    }
+    assert dataclasses.replace(fold([line]), tracker=None) == RunMemory()
 
 
 def test_an_attempt_is_open_until_it_ends():

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ray_ckpt.tracker.journal import JOURNAL_NAME
 from ray_ckpt.view import gallery as gallery_module
 from ray_ckpt.view.answers import Answer, Desk
 from ray_ckpt.view.gallery import Gallery
-from ray_ckpt.view.page import embedded, frozen_page, live_page
+from ray_ckpt.view.page import Page, embedded, frozen_page, live_page, sign_in_page
 
 NASTY = "</script><img src=x onerror=alert(1)>\u2028<!--"
 
@@ -206,10 +207,18 @@ def parsed(html: str) -> Scripts:
     return scripts
 
 
-def test_the_page_loads_nothing_and_lets_no_other_script_run() -> None:
-    page = live_page()
+@pytest.mark.parametrize(
+    ("page", "links", "answer"),
+    [
+        (live_page(), ["#main", "./"], Desk.page),
+        (sign_in_page(), ["../../"], Desk.sign_in),
+    ],
+)
+def test_the_page_loads_nothing_and_lets_no_other_script_run(
+    page: Page, links: list[str], answer: Callable[[Desk], Answer]
+) -> None:
     scripts = parsed(page.html)
-    assert scripts.links == ["#main", "./"]
+    assert scripts.links == links
     assert set(re.findall(r"https?://[^\s\"'`]+", page.html)) == {"http://www.w3.org/2000/svg"}
     assert "@import" not in page.html
     assert "url(" not in page.html
@@ -220,8 +229,7 @@ def test_the_page_loads_nothing_and_lets_no_other_script_run() -> None:
     assert "default-src 'none'" in page.policy
     assert "unsafe" not in page.policy
     assert page.policy in page.html
-    answer = Desk(Gallery()).page()
-    assert page.policy in answer.headers["Content-Security-Policy"]
+    assert page.policy in answer(Desk(Gallery())).headers["Content-Security-Policy"]
 
 
 def test_the_script_makes_no_markup_of_texts() -> None:

@@ -25,3 +25,23 @@ def test_each_error_of_the_table_is_one_that_the_code_raises():
             # Numbers and ranks are filled in; what is left between them is in the source.
             for part in re.split(r"\d+(?:\.\d+)?|[:;]", phrase):
                 assert part.strip() in said, f"{phrase!r}: {part!r} is in no message"
+
+
+def test_what_it_points_to_in_the_repository_is_there():
+    text = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\((?!https?://|#)([^)]+)\)", text)
+    paths = re.findall(r"`((?:jobs|cluster|ray_ckpt|tests)/[\w/.]+\.(?:py|yaml|json))`", text)
+    assert len(links) >= 6
+    assert len(paths) >= 15
+    assert [path for path in (*links, *paths) if not (ROOT / path).exists()] == []
+
+
+def test_each_source_of_the_comparison_is_named_and_used():
+    text = (ROOT / "README.md").read_text()
+    part = text.partition("## Beside others")[2].partition("\n## ")[0]
+    table = [line for line in part.splitlines() if line.startswith("|")]
+    used = {int(number) for line in table for number in re.findall(r"\[(\d+)\]", line)}
+    named = [int(number) for number in re.findall(r"^\[(\d+)\] ", part, re.MULTILINE)]
+    assert named == list(range(1, len(named) + 1))
+    assert used == {*named}
+    assert len({line.count("|") for line in table}) == 1

@@ -250,3 +250,19 @@ def test_the_watch_tells_what_changed_and_survives_a_cluster_that_does_not_answe
         watch.once()
     one = Drain(node="n1", name="spot-1", deadline=5.0)
     assert told == [[one], [one, Drain(node="n2", name="n2", deadline=None)], []]
+
+
+def test_controllers_of_a_run_reserve_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a controller that died has reserved is the next one's: under a name of its own it would wait for minutes."""
+    names = []
+    for _ in range(2):
+        cluster = Cluster(monkeypatch)
+        context = SimpleNamespace(run_id=f"another each time {len(names)}")
+        cluster.policy.after_controller_start(context)
+        names.append(cluster.policy._requester_id)
+        assert cluster.requests == [9]
+    assert names[0] == names[1]
+    other = Sizing(ScalingConfig(num_workers=(1, 9)), run="s", sizes=(), micro_batches=8, check_s=1)
+    monkeypatch.setattr(other, "_send_resource_request", lambda: None)
+    other.after_controller_start(context)
+    assert other._requester_id not in names

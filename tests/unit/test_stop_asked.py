@@ -1,4 +1,4 @@
-"""A stop waits for the save that it asked for, and for no other; nor for workers that have left already."""
+"""A stop waits for the save that it asked for, and for no other; nor for workers that have left. It ends one job."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt import stopping
+from ray_ckpt.tracker.memory import RunMemory
 
 
 class Tracker:
@@ -57,3 +58,36 @@ def test_a_save_that_was_under_way_is_not_the_one_that_is_waited_for() -> None:
 def test_workers_that_got_the_signal_too_and_left_are_not_waited_for(gone: dict[str, Any]) -> None:
     calls = stop(Tracker(state(), state(), state(**gone)))
     assert [method for method, _ in calls] == ["request_save", "interruption"]
+
+
+def started(time_s: float, submitted_s: float, **changes: Any) -> dict[str, Any]:
+    """A tracker's first words, at ``time_s``; its job was submitted at ``submitted_s``."""
+    usual = {"event": "tracker_started", "time": time_s, "monotonic": time_s, "boot": "b"}
+    return usual | {"submitted_ago_s": time_s - submitted_s} | changes
+
+
+@pytest.mark.parametrize("attempt", [False, True])
+@pytest.mark.parametrize(
+    ("next_tracker", "asked_still"),
+    [
+        # The tracker died and was started again: the job is the same, and so is what is asked of it.
+        (started(70.0, 40.0), True),
+        (started(70.0, 40.0, time=5.0), True),
+        # Another job, which may be long in coming up, or on another machine.
+        (started(70.0, 65.0), False),
+        (started(300.0, 65.0), False),
+        (started(70.0, 65.0, monotonic=12.0, boot="c"), False),
+        ({"event": "tracker_started", "time": 70.0}, False),
+    ],
+)
+def test_a_stop_is_asked_of_one_job_and_not_of_the_next(
+    next_tracker: dict[str, Any], asked_still: bool, attempt: bool
+) -> None:
+    """A job that was killed, or stopped while no attempt was open, has no word of its end on record."""
+    memory = RunMemory()
+    memory.apply(started(50.0, 40.0))
+    if attempt:
+        memory.apply({"event": "attempt_started", "generation": 1, "world_size": 2, "time": 55.0})
+    memory.apply({"event": "stop_requested", "reason": "somebody", "time": 60.0})
+    memory.apply(next_tracker)
+    assert memory.stop_request == ("somebody" if asked_still else "")

@@ -116,6 +116,78 @@ LINES: list[tuple[dict[str, Any], str]] = [
         "--global-batch 24 -> 48; --micro-batch 2 -> 4",
     ),
     ({"event": "alert", "name": "step-1", "problem": "gone"}, "ALERT step-1: gone"),
+    (
+        {"event": "tier_decision", "every_steps": {"durable": 200}, "reasons": ["durable: every 200 steps", "b"]},
+        "copies to slower tiers: durable: every 200 steps; b",
+    ),
+    (
+        {"event": "replicated", "name": "step-00000007-g1", "tier": "memory", "copies": 3, "wanted": 3, "first": True,
+         "bytes": 3 << 20, "seconds": 2.0},
+        "step-00000007-g1 was read back in memory, and has 3 copies there: 3.0 MiB moved in 2.0s",
+    ),
+    (
+        {"event": "replicated", "name": "step-00000007-g1", "tier": "memory", "copies": 1, "wanted": 3, "first": True,
+         "bytes": 0, "seconds": 2.0},
+        "step-00000007-g1 was read back in memory, and has 1 copy there (3 are wanted: too few nodes): 0 B "
+        "moved in 2.0s",
+    ),
+    (
+        {"event": "promote", "name": "step-00000007-g1", "tier": "durable", "bytes": 3 << 20, "seconds": 2.0,
+         "tries": 2},
+        "step-00000007-g1 is in durable too: 3.0 MiB copied and compared in 2.0s, in 2 tries",
+    ),
+    (
+        {"event": "promote_failed", "name": "step-00000007-g1", "tier": "local", "tries": 5, "error": "no space"},
+        "step-00000007-g1 DID NOT GET TO local in 5 tries, the next one that is due is tried: no space",
+    ),
+    (
+        {"event": "bad_copy", "name": "step-00000007-g1", "tier": "memory", "node": "0123456789abcdef", "path": "x"},
+        "BAD COPY of step-00000007-g1 in memory on node 0123456789ab: x is not as written",
+    ),
+    ({"event": "stop_requested", "reason": "ann asked"}, "a save and the end of the job were asked for: ann asked"),
+    ({"event": "trouble", "reason": "the loss of step 9 is nan"}, "NOT FINITE: the loss of step 9 is nan"),
+    (
+        {"event": "hang", "reason": "no step for 305 s", "dumps": "hangs/x-g1"},
+        "HANG: no step for 305 s; what each rank was doing is in hangs/x-g1",
+    ),
+    (
+        {"event": "excluded", "nodes": ["a", "b"], "names": ["gpu-1", "gpu-2"], "times": [3, 4]},
+        "EXCLUDED, as suspected too often: no workers on node gpu-1 (3 hangs), gpu-2 (4 hangs)",
+    ),
+    ({"event": "excluded", "nodes": [], "names": [], "times": []}, "no node is left out any more"),
+    (
+        {"event": "straggler", "rank": 3, "node": "0123456789abcdef", "factor": 1.834, "pace_s": 1.2, "others_s": 0.66,
+         "saves": 3},
+        "STRAGGLER: rank 3 on node 0123456789ab takes 1.83 times as long for a forward pass as the others "
+        "(1.2s and 0.66s), at 3 saves in a row",
+    ),
+    (
+        {"event": "straggler_over", "node": "0123456789abcdef", "factor": 1.02},
+        "node 0123456789ab is no straggler any more (1.02 times the time of the others)",
+    ),
+    ({"event": "crash_loop", "action": "stop", "reason": "it came back"}, "CRASH LOOP (stop): it came back"),
+    (
+        {"event": "verified", "name": "step-00000007-g1", "seconds": 2.0},
+        "read step-00000007-g1 back in 2.0s: every byte is as written",
+    ),
+    (
+        {"event": "drill", "name": "step-00000007-g1", "ok": True, "seconds": 2.0, "host": "h", "expected": 2.5,
+         "loss": 2.5, "same_bits": True, "difference": 0.0},
+        "drilled step-00000007-g1: restored in 2.0s on h, loss 2.5000, the same bits as at its commit",
+    ),
+    (
+        {"event": "drill", "name": "step-00000007-g1", "ok": False, "seconds": 2.0, "problems": ["a", "b"]},
+        "DRILL FAILED: step-00000007-g1 was not restored to what it was: a",
+    ),
+    ({"event": "delete", "name": "s", "reason": "2 newer ones"}, "deleted s: 2 newer ones"),
+    ({"event": "delete", "name": "s", "tier": "memory", "reason": "r"}, "deleted s from memory: r"),
+    (
+        {"event": "delete_failed", "name": "s", "error": "denied"},
+        "s could not be deleted, which is tried again after the next save: denied",
+    ),
+    ({"event": "keep", "name": "s", "reason": "r"}, "s is kept once it is in the durable tier: r"),
+    ({"event": "pin", "name": "s", "author": "ann", "reason": "in the paper"}, "s is pinned by ann: in the paper"),
+    ({"event": "unpin", "name": "s", "author": "ann", "reason": "done"}, "s is no longer pinned by ann: done"),
     ({"event": "finished", "step": 300, "exposure_s": 1.0}, "finished at step 300"),
 ]  # fmt: skip
 

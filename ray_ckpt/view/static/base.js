@@ -1,5 +1,6 @@
 // Texts, and elements made of them. Every text is put in by textContent or as an attribute: names and causes come from
-// users. The parts are put together into one script in the order base, charts, table, run, page.
+// users. The parts are put together into one script in the order base, sign_in,
+// charts, incidents, table, run, page.
 const frozen = JSON.parse(document.getElementById("data").textContent);
 const POLL_MS = 2000, BEHIND_MS = 300, HIDDEN_MS = 15000, PAGE_ROWS = 50;
 const API = "api/ray_ckpt/runs";  // a proxy may put the dashboard below a prefix

@@ -29,7 +29,10 @@ async function ask(path, name) {
   const date = Date.parse(answer.headers.get("Date") || "");
   if (Number.isFinite(date) && Math.abs(date - Date.now()) > 3000) skewMs = date - Date.now();
   if (answer.status === 304) return null;
-  if (answer.status === 401 || answer.status === 403) throw new Error("not signed in: open the Ray dashboard, enter its token, and come back");
+  if (answer.status === 401 || answer.status === 403) {
+    askToken($("ask"), "api/authenticate", look);
+    throw new Error("not signed in");
+  }
   if (answer.status === 404) return undefined;
   if (!answer.ok) throw new Error("the dashboard answered " + answer.status);
   const body = await answer.json();
@@ -60,6 +63,7 @@ async function look() {
       $("main").replaceChildren(el("p", { class: "card soft" }, "Choose a run above."));
     }
     failure = "";
+    $("ask").replaceChildren();
     lastGood = Date.now();
   } catch (error) {
     failure = error instanceof TypeError || error.name === "TimeoutError" ? "no answer from the dashboard, trying again" : error.message;
@@ -74,6 +78,7 @@ if (frozen) {
   detail = frozen;
   $("home").remove();
   $("runs").remove();
+  $("ask").remove();
   drawDetail();
   tick();
 } else {

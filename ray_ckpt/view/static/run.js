@@ -62,6 +62,7 @@ function drawDetail() {
     el("div", { class: "two" },
       linesCard("Alerts, newest first", detail.alerts, "none", (a) => a.line),
       linesCard("Restore drills, newest first", detail.drills, "none yet: ray-ckpt drill RUN", (d) => (d.ok ? "\u25cf " : "\u25a0 ") + d.line)));
+  part("incidents", detail.incidents, incidentsCard);
   drawTable();
   part("story", detail.story, () => linesCard("What happened, newest first", detail.story, "nothing yet", (s) => s.line));
 }

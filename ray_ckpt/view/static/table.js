@@ -54,6 +54,7 @@ const keptWords = (r) => (r.kept === null ? "-" : r.kept.length ? r.kept.join(";
 function rowFields(r) {
   const tiers = Object.entries(r.tiers).map(([tier, s]) => tier + (s > 0 ? " since " + moment(s) : "")).join(", ");
   return pairs([["checkpoint", r.name], ["fault", r.fault], ["committed", known(r.committed_at) ? moment(r.committed_at) : null], ["tiers", tiers],
+    ["copies", r.copies ? r.copies[0] + " of " + r.copies[1] + " in the fastest tier" : null],
     ["verified", known(r.verified_at) ? "every byte read back " + moment(r.verified_at) : "not since its commit"],
     ["kept", keptWords(r)], ["pins", r.pins.join("; ")], ["guard", r.guard], ["size", known(r.bytes) ? bytes(r.bytes) + " in " + plural(r.files, "file") : null],
     ["stall", known(r.stall_s) ? duration(r.stall_s) : null], ["upload", known(r.upload_s) ? duration(r.upload_s) : null], ["loss", known(r.loss) ? number(r.loss) : null],

@@ -61,7 +61,8 @@ def settle() -> None:
     if _begun and threads.isdigit() and int(threads) > 0:
         import torch
 
-        torch.set_num_threads(int(threads))
+        # Loaded later it would not have taken more than it took now either: it knows how many cores there are.
+        torch.set_num_threads(min(int(threads), torch.get_num_threads()))
 
 
 def begun_ago_s() -> float:

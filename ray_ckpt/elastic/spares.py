@@ -97,6 +97,12 @@ class Kept:
         return sum(were_spare)
 
 
+def trains(status: Mapping[str, Any]) -> bool:
+    """Whether the present attempt has made a step, by what the tracker says."""
+    last = status["last"] or {}
+    return bool(status["attempt_open"]) and last.get("generation") == status["generation"]
+
+
 def wanted(
     nodes: Iterable[Mapping[str, Any]], per_worker: Mapping[str, float], most: int
 ) -> dict[str, int]:
@@ -183,12 +189,9 @@ class Spares(WorkerGroupCallback):
     def _wait_until_trained(self, over: threading.Event) -> bool:
         """Whether the group came to train, and has for long enough: its start is not to be slowed down."""
         tracker = RayTracker(self._run)
-        first, since_s = None, None
+        since_s = None
         while not over.wait(1.0):
-            status = tracker.call("status")
-            step = status["step"] if status["attempt_open"] else None
-            first = step if first is None else first
-            if since_s is None and step is not None and first is not None and step > first:
+            if since_s is None and trains(tracker.call("status")):
                 since_s = time.monotonic()
             if since_s is not None and time.monotonic() - since_s >= self._after_s:
                 return True

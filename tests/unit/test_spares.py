@@ -10,7 +10,7 @@ from ray import cloudpickle
 
 from ray_ckpt import warm
 from ray_ckpt.elastic.callbacks import make_callbacks
-from ray_ckpt.elastic.spares import TRIES, YOUNG_S, Kept, wanted
+from ray_ckpt.elastic.spares import TRIES, YOUNG_S, Kept, trains, wanted
 
 NODES = st.sampled_from("abc")
 
@@ -72,6 +72,14 @@ def test_a_node_gets_as_many_as_it_has_room_for() -> None:
         {"NodeID": "head", "Resources": {"CPU": 8.0}},
     ]
     assert wanted(nodes, {"CPU": 4, "GPU": 1}, most=4) == {"gpus": 4, "few": 2}
+
+
+def test_an_attempt_trains_when_it_has_made_a_step_itself() -> None:
+    present = {"attempt_open": True, "generation": 3}
+    assert not trains({**present, "last": None})
+    assert not trains({**present, "last": {"step": 7, "generation": 2}})
+    assert trains({**present, "last": {"step": 7, "generation": 3}}), "however soon it was"
+    assert not trains({**present, "attempt_open": False, "last": {"step": 7, "generation": 3}})
 
 
 def test_a_process_is_warmed_up_where_its_runtime_environment_says_so(monkeypatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_main_job import environment
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]  # two to five minutes on two cores
 
 SOAK = Path(__file__).resolve().parents[2] / "jobs" / "soak.py"
 SEED, EVENTS = 1675, 4

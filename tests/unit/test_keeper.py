@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_tracker_core import OPTIONS, Run, without_exposure
+from test_tracker_core import OPTIONS, Run, of_the_run
 
 from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.names import MANIFEST_NAME, checkpoint_name
@@ -138,7 +138,7 @@ def test_any_history_ends_with_a_checkpoint_that_can_be_restored_and_every_pinne
         assert pinned <= committed
         if run.core.memory.commits:
             assert usable, "a run that has saved has something to restore"
-        assert without_exposure(run.fold()) == without_exposure(run.core.memory)
+        assert of_the_run(run.fold()) == of_the_run(run.core.memory)
         deleted = {event["name"] for event in run.journal("delete")}
         assert not deleted & committed
         everything = {event["name"] for event in run.journal("commit")}

@@ -240,7 +240,7 @@ def test_sizes_share_out_all_failures_and_all_exposure(lines):
     assert sum(s.exposure_s for s in memory.seen()) == pytest.approx(most)
 
 
-def test_a_journal_without_exposure_can_still_be_read():
+def test_a_journal_of_the_run_can_still_be_read():
     lines = [started(1, 8), committed(5), interrupted(9), {"event": "finished", "step": 9}]
     for line in lines:
         line.pop("exposure_s", None)

@@ -152,8 +152,8 @@ def train(config: HeldConfig) -> None:
             marks.evaluate(session)
         if config.phase == "save" and saved and not marks.held:
             marks.say()
-        if config.phase == "save":
-            time.sleep(0.1)
+        if config.phase in ("save", "restore"):
+            time.sleep(0.1)  # what is asked for meanwhile is heard before the last step
     session.close()
 
 

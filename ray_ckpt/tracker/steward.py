@@ -46,10 +46,10 @@ class Steward:
         self._ticket: Any = None
         self._sent = time.monotonic()
         self._stale: StaleGenerationError | None = None
-        self._unheard = False
-        self._lock = (
-            threading.Lock()
-        )  # of those who talk: the training thread at saves, and the one beside it
+        self._unheard = False  # something was met beside the training thread
+        self._asked = False  # the training thread has asked, at a save, and looks for the answer
+        # Of those who talk: the training thread at saves, and the one beside it.
+        self._lock = threading.Lock()
         self.last_record: dict[str, Any] = {}
         self.committed_step: int | None = None
         self.problem: str = "nothing was saved"
@@ -123,19 +123,22 @@ class Steward:
         """Sends waiting lines at once, and takes the tracker's last answer if it is there.
 
         Args:
-            flush: False leaves both to the thread that does it in passing, and only says what that has met.
+            flush: False leaves both to the thread that does it in passing, and only says what that has met; after a
+                flush it also looks for the answer, until that is there.
 
         Raises:
             StaleGenerationError: another attempt has taken this one's place: stop.
         """
-        if self._tracker is None or not (flush or self._unheard):
+        if self._tracker is None or not (flush or self._unheard or self._asked):
             return
         with self._lock:
             if self._stale is not None:
                 raise self._stale
-            self._unheard = False
+            send, self._unheard = flush or self._unheard, False
             self._take_answer()
-            self._send()
+            if send:
+                self._send()
+            self._asked = flush or (self._asked and self._ticket is not None)
 
     def refresh(self, age_s: float) -> bool:
         """Takes the tracker's last answer, and sends waiting lines; in a thread beside the training one.

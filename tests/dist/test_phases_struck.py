@@ -22,7 +22,7 @@ from ray_ckpt.tracker.recall import read_ledger
 
 pytestmark = pytest.mark.dist
 
-STEPS = 12
+STEPS = 30  # enough for what is asked for in the middle to be heard: half a second, about
 KINDS = {"kill": "lost", "sigterm": "preempted", "drain": "drain"}
 
 
@@ -91,7 +91,7 @@ def strike(rank: int, config: Any, number: int, kind: str, tracker: Any) -> None
 
         threading.Thread(target=tick, daemon=True).start()
     if kind != "kill":
-        time.sleep(0.1)
+        time.sleep(1.0 if kind == "drain" else 0.1)
         (marks / f"go-{number}").touch()
 
 

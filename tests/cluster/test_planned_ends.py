@@ -55,6 +55,8 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
                 *("--elastic.drain-margin-s", "2", "--elastic.settle-s", "1"),
                 # Steps are few here: they would not be worth a restart.
                 *("--elastic.min-gain", "0"),
+                # On two cores, processes that start beside training would take seconds of a notice of eight.
+                *("--elastic.spare-after-s", "0"),
             ],
             working_dir=ROOT,
         )

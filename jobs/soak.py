@@ -59,10 +59,8 @@ from soak_story import SoakError, Story  # noqa: E402
 
 from cluster.local import HealthCheck, LocalCluster, Settings  # noqa: E402
 from ray_ckpt.config import Config  # noqa: E402
-from ray_ckpt.data.feed import MicroBatch  # noqa: E402
-from ray_ckpt.elastic.control import digest_samples  # noqa: E402
 from ray_ckpt.errors import ConfigError  # noqa: E402
-from ray_ckpt.facts import global_order, versions  # noqa: E402
+from ray_ckpt.facts import expected_digest, global_order, versions  # noqa: E402
 from ray_ckpt.fault_points import FAULT_VARIABLE  # noqa: E402
 from ray_ckpt.options import parse, run_main  # noqa: E402
 from ray_ckpt.tracker.recall import read_ledger  # noqa: E402
@@ -123,12 +121,9 @@ def right_digests(data: Path) -> Callable[[int], str]:
     """Step to the digest of its samples, from the order alone."""
     config = Config(data=(str(data),), global_batch=BATCH, micro_batch=MICRO, seq_len=SEQ_LEN)
     order = global_order(config)
-    none = np.empty((0, 0), np.int64)
 
     def digest(step: int) -> str:
-        rows = order.rows_at(np.arange(BATCH * (step - 1), BATCH * step)).reshape(-1, MICRO)
-        micros = [MicroBatch(index=j, tokens=none, rows=r, positions=r) for j, r in enumerate(rows)]
-        return f"{digest_samples(micros):016x}"
+        return expected_digest(order, step - 1, global_batch=BATCH, micro_batch=MICRO)
 
     return digest
 

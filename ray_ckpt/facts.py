@@ -9,14 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.config import Config
 from ray_ckpt.data.catalog import Index, MixedIndex, load_data
+from ray_ckpt.data.feed import MicroBatch
 from ray_ckpt.data.mixture import Order, mixed_order
 from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.own import OwnIndex, dataset_order
 from ray_ckpt.data.permute import mix
+from ray_ckpt.elastic.control import digest_samples
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.initial import INIT_FROM, initial_weights
 from ray_ckpt.policy.belief import Seen
@@ -192,6 +196,24 @@ def _history(path: str) -> tuple[Seen, ...]:
         raise ConfigError(
             f"--policy.history {path}: {error}. Make it with: ray-ckpt interruptions import FILE.csv"
         ) from error
+
+
+def expected_digest(order: Order, step: int, *, global_batch: int, micro_batch: int) -> str:
+    """Digest that ``steps.jsonl`` must have of the samples of a step, from the order alone.
+
+    Args:
+        order: of the run, or of the segment that the step is in.
+        step: steps of the order before it: 0 is its first.
+        global_batch: samples of a step.
+        micro_batch: samples of one pass.
+    """
+    rows = order.rows_at(np.arange(step * global_batch, (step + 1) * global_batch))
+    none = np.empty((0, 0), np.int64)
+    micros = (
+        MicroBatch(index=j, tokens=none, rows=each, positions=each)
+        for j, each in enumerate(rows.reshape(-1, micro_batch))
+    )
+    return f"{digest_samples(micros):016x}"
 
 
 def versions() -> dict[str, str]:

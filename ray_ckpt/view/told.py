@@ -7,7 +7,7 @@ have has its size, its loss and its times as one in the durable tier has.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -119,20 +119,8 @@ def facts_of(entry: Listed, line: CheckpointLine | None, tiers: Collection[str])
         read = dict(line.read_back)
         if line.verified_at is not None:
             read["durable"] = line.verified_at
-        known = {
-            "committed_at": line.committed_at,
-            "bytes": line.bytes,
-            "files": line.files,
-            "world_size": line.world_size,
-            "sample_offset": line.sample_offset,
-            "tokens": line.tokens,
-            "loss": line.loss,
-            "validation_loss": line.validation_loss,
-            "param_norm": line.param_norm,
-            "stall_s": line.stall_s,
-            "upload_s": line.upload_s,
-            "read_back": {tier: read[tier] for tier in tiers if tier in read},
-        }
+        known = {each.name: getattr(line, each.name) for each in fields(Facts)}
+        known["read_back"] = {tier: read[tier] for tier in tiers if tier in read}
     if (manifest := entry.manifest) is not None:
         known |= {
             "committed_at": manifest.committed_at,

@@ -10,15 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from worlds import make_data
 
 from cluster.local import LocalCluster
 from ray_ckpt.config import Config
-from ray_ckpt.data.feed import MicroBatch
-from ray_ckpt.elastic.control import digest_samples
-from ray_ckpt.facts import global_order
+from ray_ckpt.facts import expected_digest, global_order
 from ray_ckpt.tracker.recall import read_ledger
 from ray_ckpt.view.summary import surviving_steps
 
@@ -32,15 +29,9 @@ def expected_digests(data: Path) -> list[str]:
     """What an uninterrupted run trains on: from the order alone, without any run."""
     config = Config(data=str(data), global_batch=BATCH, micro_batch=2, seq_len=33)
     order = global_order(config)
-    digests = []
-    for step in range(STEPS):
-        rows = order.rows_at(np.arange(BATCH * step, BATCH * (step + 1))).reshape(-1, 2)
-        micros = [
-            MicroBatch(index=j, tokens=np.empty((0, 0), np.int64), rows=r, positions=r)
-            for j, r in enumerate(rows)
-        ]
-        digests.append(f"{digest_samples(micros):016x}")
-    return digests
+    return [
+        expected_digest(order, step, global_batch=BATCH, micro_batch=2) for step in range(STEPS)
+    ]
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -8,16 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from test_tiers_on_nodes import ROOT, lines, wait
 from worlds import make_data
 
 from cluster.local import LocalCluster, Settings
 from ray_ckpt.config import Config
-from ray_ckpt.data.feed import MicroBatch
-from ray_ckpt.elastic.control import digest_samples
-from ray_ckpt.facts import global_order
+from ray_ckpt.facts import expected_digest, global_order
 from ray_ckpt.view.summary import surviving_steps
 from tests.s3 import object_store
 
@@ -30,15 +27,9 @@ LOGIN = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 def expected_digests(data: Path) -> list[str]:
     """What each step of a run without failures trains on: from the order alone."""
     order = global_order(Config(data=str(data), global_batch=BATCH, micro_batch=2, steps=STEPS))
-    digests = []
-    for step in range(STEPS):
-        rows = order.rows_at(np.arange(BATCH * step, BATCH * (step + 1))).reshape(-1, 2)
-        micros = [
-            MicroBatch(index=j, tokens=np.empty((0, 0), np.int64), rows=r, positions=r)
-            for j, r in enumerate(rows)
-        ]
-        digests.append(f"{digest_samples(micros):016x}")
-    return digests
+    return [
+        expected_digest(order, step, global_batch=BATCH, micro_batch=2) for step in range(STEPS)
+    ]
 
 
 def ray_ckpt(cluster: LocalCluster, *words: str) -> Any:

@@ -6,14 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from worlds import events, history, make_config, make_data, run_world, train
 
 from ray_ckpt.config import PolicyConfig
-from ray_ckpt.data.feed import MicroBatch
-from ray_ckpt.elastic.control import digest_samples
-from ray_ckpt.facts import global_order
+from ray_ckpt.facts import expected_digest, global_order
 from ray_ckpt.tracker.journal import STEPS_NAME, read_lines
 
 pytestmark = pytest.mark.dist
@@ -38,15 +35,7 @@ def digests(config: Any) -> list[str]:
 def expected_digests(config: Any, steps: int) -> list[str]:
     """What the digests of a run's first steps should be, from its global order alone."""
     order = global_order(config)
-    found = []
-    for step in range(steps):
-        rows = order.rows_at(np.arange(10 * step, 10 * step + 10)).reshape(5, 2)
-        micros = [
-            MicroBatch(index=j, tokens=np.empty((0, 0), np.int64), rows=r, positions=r)
-            for j, r in enumerate(rows)
-        ]
-        found.append(f"{digest_samples(micros):016x}")
-    return found
+    return [expected_digest(order, step, global_batch=10, micro_batch=2) for step in range(steps)]
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from test_fallback import _flip, _shard
 from worlds import events, history, make_config, make_data, open_session, run_world, train
 
 from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.config import PolicyConfig
-from ray_ckpt.data.feed import MicroBatch
-from ray_ckpt.elastic.control import digest_samples
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.facts import check_run, global_order
+from ray_ckpt.facts import check_run, expected_digest, global_order
 from ray_ckpt.segment import FIRST, Segment
 from ray_ckpt.tracker.identity import IDENTITY_NAME
 from ray_ckpt.tracker.journal import STEPS_NAME, read_lines
@@ -54,14 +51,11 @@ def check_history(config: Any, line: list[tuple[Segment, Any]]) -> None:
     for (segment, options), end in zip(line, ends, strict=True):
         order, batch = global_order(options, segment), options.global_batch
         for step in range(segment.start_step, end):
-            first = segment.own_step(step) * batch
-            rows = order.rows_at(np.arange(first, first + batch))
-            micros = [
-                MicroBatch(index=j, tokens=np.empty((0, 0), np.int64), rows=r, positions=r)
-                for j, r in enumerate(rows.reshape(-1, options.micro_batch))
-            ]
+            digest = expected_digest(
+                order, segment.own_step(step), global_batch=batch, micro_batch=options.micro_batch
+            )
             row = found[step + 1]
-            assert row["sample_digest"] == f"{digest_samples(micros):016x}", f"step {step + 1}"
+            assert row["sample_digest"] == digest, f"step {step + 1}"
             assert row["segment"] == segment.number
             assert row["sample_offset"] == segment.start_offset + batch * (
                 step + 1 - segment.start_step

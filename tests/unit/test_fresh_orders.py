@@ -77,6 +77,33 @@ def test_within_a_step_the_present_order_is_asked_for_and_lines_are_sent_once(
     assert tracker.lines == [{"step": 1}]
 
 
+def test_after_a_save_the_next_steps_look_for_the_answer_until_it_is_there_and_ask_nothing(
+    tracker: Tracker,
+) -> None:
+    rank0 = steward(tracker)
+    tracker.answer = replace(DIRECTIVE, leave=LEAVE)
+    there, looks = False, 0
+
+    def poll(ticket: Any) -> tuple[bool, Any]:
+        nonlocal looks
+        looks += 1
+        return there, tracker.answer if there else None
+
+    tracker.poll = poll  # type: ignore[method-assign]
+    rank0.executed({"step": 1})
+    rank0.exchange(flush=True)
+    rank0.executed({"step": 2})
+    rank0.exchange(flush=False)
+    assert rank0.leave is None
+    there = True
+    rank0.exchange(flush=False)
+    assert rank0.leave == LEAVE, "a run of quick steps hears it before the thread beside it would"
+    assert tracker.lines == [{"step": 1}]
+    seen = looks
+    rank0.exchange(flush=False)
+    assert looks == seen, "once it is there, a step costs nothing"
+
+
 def test_a_step_says_nothing_itself_but_what_could_not_be_said_beside_it(tracker: Tracker) -> None:
     rank0 = steward(tracker)
     for step in (1, 2):

@@ -266,6 +266,9 @@ def _environment(
         # Ray starts workers at nice 15: beside anything else on this machine they all but stand still. The raylets, by
         # whose answers a node lives, still come first.
         "RAY_worker_niceness": "5",
+        # Idle processes that are kept, as on a node with some more processors: else tasks that come now and then, such
+        # as those that read ahead, get a new process each, which takes two seconds of a processor.
+        "RAY_num_workers_soft_limit": "4",
         "TMPDIR": str(folders.node_temp(node.name)),
         NODE_DIR_VARIABLE: str(folders.node_data(node.name)),
         NODE_SHM_DIR_VARIABLE: str(folders.node_shared_memory(node.name) / "data"),

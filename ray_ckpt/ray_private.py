@@ -242,6 +242,28 @@ def prestart_workers(
     return True
 
 
+def counts_of(executor: Any) -> tuple[int, ...] | None:
+    """What the operators of a dataset's executor have done so far, as numbers that only grow; None if not to be told.
+
+    Tasks begun and ended, and blocks made and handed on.
+    """
+    try:
+        done = [operator.metrics for operator in executor._topology]
+        return tuple(
+            number
+            for each in done
+            for number in (
+                each.num_tasks_submitted,
+                each.num_tasks_finished,
+                each.num_task_outputs_generated,
+                each.num_outputs_taken,
+            )
+        )
+    except AttributeError as error:
+        _missing_once("StreamingExecutor._topology, OpRuntimeMetrics", str(error))
+        return None
+
+
 def quiet_reports() -> None:
     """Keeps the line that a worker logs of each report out of the job's log; the journal has them.
 

@@ -15,6 +15,7 @@ from ray.data.block import BlockMetadata
 from ray_ckpt.data.catalog import Index
 from ray_ckpt.data.mixture import Order
 from ray_ckpt.data.reader import OnCorrupt, Read, read_span
+from ray_ckpt.data.unhurried import Unhurried
 from ray_ckpt.warm import task_options
 
 SPARE_BLOCKS = 2
@@ -127,6 +128,10 @@ def ordered_dataset(
             compute=TaskPoolStrategy(size=at_a_time),
             **options,
         )
+    dataset.context.custom_execution_callback_classes = [
+        *dataset.context.custom_execution_callback_classes,
+        Unhurried,
+    ]
     execution = dataset.context.execution_options
     execution.preserve_order = True
     # Without a limit of its own each rank's dataset takes half of the cluster's object store, and

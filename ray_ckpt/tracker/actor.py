@@ -36,7 +36,7 @@ from ray_ckpt.tracker.client import NAMESPACE, actor_name
 from ray_ckpt.tracker.core import RunFacts, TrackerCore, TrackerOptions
 from ray_ckpt.tracker.lock import RunLock
 from ray_ckpt.tracker.turn import Turn
-from ray_ckpt.view.commits import read_elsewhere, second_look
+from ray_ckpt.view.commits import SecondLook
 from ray_ckpt.view.logtable import LogTable
 from ray_ckpt.view.metrics import Metrics
 from ray_ckpt.view.story import tell
@@ -79,7 +79,7 @@ class TrackerActor(TrackerCore):
     ) -> None:
         self._turn = Turn()
         install(keys)  # the driver's, whatever this node's environment says
-        self._looks: dict[Any, str] = {}
+        self._second, self._looks = SecondLook(Path(facts.run_dir)), dict[Any, str]()
         self._lock = RunLock(Path(facts.run_dir))
         self._table = LogTable(session_logs_dir(), facts.run)
         self._metrics = Metrics(facts, options)
@@ -88,7 +88,7 @@ class TrackerActor(TrackerCore):
             options,
             on_event=self._show,
             aside=Thread("housekeeping"),
-            read=read_elsewhere,
+            read=self._second.read_back,
             fleet=_fleet(facts, options, keys),
             waiting=self._turn.given_up,
         )
@@ -140,7 +140,7 @@ class TrackerActor(TrackerCore):
     def _look_at(self, name: str) -> None:
         key = parse_checkpoint_name(name)
         assert key is not None, name
-        self._looks[second_look(self._dir, name, key[0])] = name
+        self._looks[self._second.at(name, key[0])] = name
 
     def __repr__(self) -> str:
         return f"tracker:{self._facts.run}"  # what Ray puts before the lines of this actor's log

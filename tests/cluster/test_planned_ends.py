@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,13 +23,78 @@ from ray_ckpt.view.summary import surviving_steps
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, BATCH = 200, 32
+STEPS, BATCH = 100_000, 32  # it is stopped before
 NOTICE_S = 8.0
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+PROBE = """
+import json, time, urllib.request
+import ray
+from ray.util.state import list_actors, list_logs, list_tasks
+
+ray.init(logging_level="error", log_to_driver=False)
+def scrape():
+    names = set()
+    for node in ray.nodes():
+        if node["Alive"]:
+            url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+            text = urllib.request.urlopen(url, timeout=10).read().decode()
+            names |= {line.split("{")[0] for line in text.splitlines()}
+    return names
+
+# A gauge is set on a tick of 5 s and exported every 10 s.
+deadline = time.monotonic() + 40
+while "ray_ckpt_copy_age_seconds" not in (names := scrape()) and time.monotonic() < deadline:
+    time.sleep(1)
+head = ray.get_runtime_context().get_node_id()
+logs = [name for names in list_logs(node_id=head).values() for name in names]
+print("PROBE" + json.dumps({
+    "actors": [actor.name for actor in list_actors(filters=[("state", "=", "ALIVE")])],
+    "tasks": [task.name for task in list_tasks(limit=5000)],
+    "logs": logs,
+    "metrics": sorted(names),
+}))
+"""
+
+
+def look_at_the_dashboard(cluster: LocalCluster) -> None:
+    """What people find without our own page: actor, commit tasks, table in the Logs tab, metrics."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        env=cluster.client_environ(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "PROBE" in done.stdout, done.stdout + done.stderr
+    found = json.loads(done.stdout.split("PROBE", 1)[1])
+    assert "ray_ckpt.tracker:planned" in found["actors"]
+    assert "commit step-00000005" in found["tasks"]
+    assert "ray_ckpt-planned.log" in found["logs"]
+    gauges = {"ray_ckpt_step", "ray_ckpt_world_size", "ray_ckpt_copy_age_seconds"}
+    assert gauges | {"ray_ckpt_commits_total"} <= set(found["metrics"])
+
+
+def ask(cluster: LocalCluster, command: str, run: str) -> dict[str, Any]:
+    """`ray-ckpt save` or `stop`, as a person calls it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ray_ckpt", command, run, "--json", "--timeout-s", "60"],
+        env=cluster.client_environ(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def terminate_a_worker(cluster: LocalCluster) -> None:
@@ -51,6 +117,7 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
                 *(sys.executable, "jobs/pretrain.py", "--run", "planned", "--workers", "1:3"),
                 *("--storage", str(run_dir.parent), "--data", str(data), "--steps", str(STEPS)),
                 *("--global-batch", str(BATCH), "--micro-batch", "2", "--seq-len", "33"),
+                *("--model.dim", "64", "--model.num-layers", "2"),
                 *("--policy.interval-steps", "5", "--elastic.resize-check-s", "1"),
                 *("--elastic.drain-margin-s", "2", "--elastic.settle-s", "1"),
                 # Steps are few here: they would not be worth a restart.
@@ -72,6 +139,8 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
             raise AssertionError(f"no {what}\n{cluster.job_logs(job)[-4000:]}")
 
         wait("start with 3", lambda row: row["world_size"] == 3 and row["step"] >= 12)
+        look_at_the_dashboard(cluster)
+        saved = ask(cluster, "save", str(run_dir))
         told = time.time()
         cluster.drain("node1", deadline_s=NOTICE_S)
         wait("step with 2", lambda row: row["world_size"] == 2)
@@ -79,7 +148,9 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
         wait("step after SIGTERM", lambda row: row["generation"] == 3)
         cluster.add()
         wait("step with 3 again", lambda row: row["world_size"] == 3 and row["generation"] == 4)
-        assert cluster.wait_job(job, 120) == "SUCCEEDED", cluster.job_logs(job)[-4000:]
+        ask(cluster, "stop", str(run_dir))
+        assert cluster.wait_job(job, 60) == "FAILED", "a stop is no success"
+        assert "stopped by" in cluster.job_logs(job)
         assert "LeavingError" not in cluster.job_logs(job), "it was planned"
 
     events = read(run_dir / "journal.jsonl")
@@ -88,10 +159,13 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
         ("drain", 0),
         ("preempted", 0),
         ("resize", 0),
+        ("user_stop", 0),
     ]
     assert "node1" in ends[0]["cause"]
     rows = surviving_steps(run_dir)
-    assert list(rows) == list(range(1, STEPS + 1))
+    assert list(rows) == list(range(1, len(rows) + 1))
+    assert saved["step"] in {event["step"] for event in events if event["event"] == "commit"}
+    assert any("asked for it" in e["reason"] for e in events if e["event"] == "save_requested")
     assert [row["sample_offset"] for row in rows.values()] == [BATCH * step for step in rows]
     # Nothing was done twice either: what was executed is what counts.
     assert [line["step"] for line in read(run_dir / "steps.jsonl")] == list(rows)
@@ -110,3 +184,5 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
     assert sum(ledger.buckets.values()) == pytest.approx(ledger.wall_s, rel=1e-3)
     assert ledger.buckets["rework"] == 0
     assert [each.kind for each in ledger.restarts] == ["drain", "preempted", "resize"]
+    assert ledger.buckets["unknown"] <= 0.01 * ledger.wall_s, "Ray told how the groups started"
+    assert all(each.buckets["restart_start_workers"] > 0 for each in ledger.restarts)

@@ -234,3 +234,16 @@ def test_a_mixture_comes_through_ray_as_its_order_says(folder: Path, tmp_path: P
     assert np.array_equal(np.concatenate(rows), order.rows_at(found))
     from_small = np.concatenate(rows) >> 48 == 1
     assert from_small.mean() == pytest.approx(2 / 7, abs=0.02)
+
+
+def test_a_feed_that_nobody_asks_leaves_the_processor_to_training(watched: Watched) -> None:
+    """Its buffers are full: Ray Data's loop must not go round and round beside the steps."""
+    steps = ray_feed(watched).steps(0, 20 * GROUPS * ROWS // G)  # more than the buffers hold
+    for _ in range(4):
+        next(steps)
+    time.sleep(2)  # until it has read as far ahead as it may
+    before, window_s = time.process_time(), 2.0
+    time.sleep(window_s)
+    share = (time.process_time() - before) / window_s
+    steps.close()
+    assert share < 0.25, f"{share:.0%} of a processor, for nothing"

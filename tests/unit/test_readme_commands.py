@@ -60,7 +60,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "ray job submit --working-dir . --runtime-env cluster/runtime_env.yaml -- python jobs/drill.py --run mine "
     "--every-s 3600": ("tests/dist/test_drill_worlds.py", '"drill.py"'),
     "python jobs/soak.py --seed 7 --events 5 --nodes 3": ("tests/cluster/test_soak.py", '"jobs" / "soak.py"'),
-    "ray-ckpt save RUN": ("tests/cluster/test_story.py", 'ask(cluster, "save"'),
+    "ray-ckpt save RUN": ("tests/cluster/test_planned_ends.py", 'ask(cluster, "save"'),
     "ray-ckpt stop RUN": (STORY, "ray-ckpt stop mine"),
     "curl http://HEAD:8265/api/ray_ckpt/runs": ("tests/cluster/test_dashboard_page.py", '"/api/ray_ckpt/runs"'),
     'curl -H "Authorization: Bearer $(cat ~/.ray/auth_token)" http://HEAD:8265/api/ray_ckpt/runs': (
@@ -92,7 +92,7 @@ NOT_RUN: dict[str, str] = {
     "kubectl delete pod ray-ckpt-spot-worker-abcde": "needs Kubernetes; what the pod runs then is cluster/leave.py",
     "kubectl drain NODE --ignore-daemonsets --delete-emptydir-data": "needs Kubernetes; the same, pod by pod",
     "ray exec cluster/launcher.yaml 'ray-ckpt save mine --storage /shared/runs'": (
-        "needs machines of AWS; the file is checked with Ray's schema, the command by tests/cluster/test_story.py"
+        "needs machines of AWS; the file is checked with Ray's schema, the command by tests/cluster/test_planned_ends.py"
     ),
     "ray up --no-restart --yes cluster/launcher.yaml": "needs machines of AWS; the file is checked with Ray's schema",
     "openssl rand -hex 32 > ~/ckpt.key; chmod 600 ~/ckpt.key": "openssl's own; its output is hexadecimal digits",

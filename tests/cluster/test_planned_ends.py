@@ -183,6 +183,8 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
     assert ledger is not None
     assert sum(ledger.buckets.values()) == pytest.approx(ledger.wall_s, rel=1e-3)
     assert ledger.buckets["rework"] == 0
-    assert [each.kind for each in ledger.restarts] == ["drain", "preempted", "resize"]
+    *restarts, stop = ledger.restarts
+    assert [each.kind for each in restarts] == ["drain", "preempted", "resize"]
+    assert (stop.kind, sum(stop.buckets.values())) == ("user_stop", 0)
     assert ledger.buckets["unknown"] <= 0.01 * ledger.wall_s, "Ray told how the groups started"
-    assert all(each.buckets["restart_start_workers"] > 0 for each in ledger.restarts)
+    assert all(each.buckets["restart_start_workers"] > 0 for each in restarts)

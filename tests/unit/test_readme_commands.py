@@ -92,7 +92,7 @@ NOT_RUN: dict[str, str] = {
     "kubectl delete pod ray-ckpt-spot-worker-abcde": "needs Kubernetes; what the pod runs then is cluster/leave.py",
     "kubectl drain NODE --ignore-daemonsets --delete-emptydir-data": "needs Kubernetes; the same, pod by pod",
     "ray exec cluster/launcher.yaml 'ray-ckpt save mine --storage /shared/runs'": (
-        "needs machines of AWS; the file is checked with Ray's schema, the command by tests/cluster/test_planned_ends.py"
+        "needs machines of AWS; the file is checked by Ray's schema, the command in tests/cluster/test_planned_ends.py"
     ),
     "ray up --no-restart --yes cluster/launcher.yaml": "needs machines of AWS; the file is checked with Ray's schema",
     "openssl rand -hex 32 > ~/ckpt.key; chmod 600 ~/ckpt.key": "openssl's own; its output is hexadecimal digits",

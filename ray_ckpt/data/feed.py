@@ -12,6 +12,9 @@ at the seam, it made training wait 0.17 to 0.36 s there; so, 0.01 to 0.04 s like
 waits between reading and training is bounded, whoever is slow: see
 :func:`ray_ckpt.data.source.ordered_dataset`.
 
+Until Ray Data has started its actors and tasks, which takes seconds in each attempt, the process reads by itself what
+the first ``FIRST_STEPS`` steps need. Ray Data reads what comes after that.
+
 A transform of the user is called with Arrow tables of any number of rows, on the reading side. It must
 keep the rows, their order, and the columns ``row``, ``position`` and ``stream``; it may change the tokens
 (not their number) and add columns. With nothing to draw from but its rows and their positions it gives
@@ -25,8 +28,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +50,9 @@ Transform = Callable[[pa.Table], pa.Table]
 TASKS_PER_DATASET = 64
 
 MAX_TASK_BYTES = 32 << 20
+
+# Read in the process itself at the beginning: with steps of 0.1 s Ray Data has some seconds to start.
+FIRST_STEPS = 32
 
 
 class Feed(Protocol):
@@ -99,7 +105,7 @@ class RayFeed:
             is some milliseconds of overhead.
         read_tasks: read tasks that run at a time for this rank.
         prefetch_batches: blocks kept ready in this process.
-        transform: of the user, applied by Ray Data (``map_batches``).
+        transform: of the user, applied by Ray Data (``map_batches``), and by this process to what it reads itself.
         on_corrupt: what to do about a damaged row group (:func:`ray_ckpt.data.reader.read_span`).
     """
 
@@ -114,9 +120,13 @@ class RayFeed:
 
     def steps(self, start_step: int, stop_step: int) -> Iterator[list[MicroBatch]]:
         """See :meth:`Feed.steps`."""
-        reads = plan_reads(self.order, self.plan.micro_batches, start_step, stop_step)
+        streams = self.plan.micro_batches
+        reads = plan_reads(self.order, streams, start_step, stop_step)
+        soon = min(stop_step, start_step + self._first_steps())
+        # As many of them as these steps need, and none cut: what is left of a span would be read again.
+        first = sum(1 for _ in plan_reads(self.order, streams, start_step, soon))
         return assemble(
-            self._tables(reads),
+            self._tables(reads, first),
             self.plan,
             self.index.seq_len,
             start_step,
@@ -124,21 +134,48 @@ class RayFeed:
             order=self.order,
         )
 
-    def _tables(self, reads: Iterator[Read]) -> Iterator[pa.Table]:
-        """The blocks of one dataset after the other, each started before the last one is used up."""
-        row_bytes = self.index.seq_len * np.dtype(self.index.dtype or np.int64).itemsize
-        rows_per_task = min(self.rows_per_task, max(1, MAX_TASK_BYTES // row_bytes))
+    @property
+    def _row_bytes(self) -> int:
+        return int(self.index.seq_len * np.dtype(self.index.dtype or np.int64).itemsize)
+
+    def _first_steps(self) -> int:
+        """Steps whose rows this process reads itself."""
+        step_bytes = len(self.plan.micro_batches) * self.order.micro_batch * self._row_bytes
+        return max(1, min(FIRST_STEPS, MAX_TASK_BYTES // max(1, step_bytes)))
+
+    def _tables(self, reads: Iterator[Read], first: int) -> Iterator[pa.Table]:
+        """Some blocks that are read here, and those of one dataset after the other.
+
+        Each is started before the last one is used up.
+        """
+        rows_per_task = min(self.rows_per_task, max(1, MAX_TASK_BYTES // self._row_bytes))
+        here = list(itertools.islice(reads, first))
         tasks = group_reads(reads, rows_per_task)
-        following = self._start(tasks)
-        while following is not None:
-            present, following = following, None
-            rows_left = present.rows
-            for table in present.tables():
-                rows_left -= table.num_rows
-                if following is None and rows_left * START_NEXT_AT <= present.rows:
-                    following = self._start(tasks)
-                yield table
-            following = following or self._start(tasks)
+        present, following = None, self._start(tasks)
+        try:
+            yield from self._read_here(here)
+            while following is not None:
+                present, following = following, None
+                rows_left = present.rows
+                for table in present.tables():
+                    rows_left -= table.num_rows
+                    if following is None and rows_left * START_NEXT_AT <= present.rows:
+                        following = self._start(tasks)
+                    yield table
+                following = following or self._start(tasks)
+        finally:
+            for each in (present, following):
+                if each is not None:
+                    each.close()
+
+    def _read_here(self, reads: Sequence[Read]) -> Iterator[pa.Table]:
+        """The blocks of some reads, by threads of this process."""
+        transform = self.transform or (lambda table: table)
+        with ThreadPoolExecutor(self.read_tasks, thread_name_prefix="ray_ckpt-first") as pool:
+            yield from pool.map(
+                lambda read: transform(read_span(self.index, self.order, read, self.on_corrupt)),
+                reads,
+            )
 
     def _start(self, tasks: Iterator[list[Read]]) -> _Running | None:
         chunk = list(itertools.islice(tasks, TASKS_PER_DATASET))
@@ -186,12 +223,21 @@ class _Running:
         except BaseException as error:  # noqa: BLE001 - raised again where the blocks are used
             self._first.set_exception(error)
 
+    def close(self) -> None:
+        """Ends the dataset, at once or as soon as it has started; its threads must not outlive Ray."""
+        self._first.add_done_callback(_close)
+
     def tables(self) -> Iterator[pa.Table]:
         """The blocks, in order."""
         first, rest = self._first.result()
         if first is not None:
             yield first
             yield from rest
+
+
+def _close(first: Future[tuple[pa.Table | None, Iterator[pa.Table]]]) -> None:
+    if first.exception() is None and isinstance(rest := first.result()[1], Generator):
+        rest.close()
 
 
 def group_reads(reads: Iterator[Read], rows_per_task: int) -> Iterator[list[Read]]:

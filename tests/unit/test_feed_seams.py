@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +18,7 @@ from ray_ckpt.data.order import GlobalOrder
 from ray_ckpt.data.plan import BatchPlan
 from ray_ckpt.data.reader import Read, read_span
 
-TASKS = 8
+TASKS, FIRST = 8, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class WithoutRay(RayFeed):
 @pytest.fixture
 def feed(monkeypatch: pytest.MonkeyPatch) -> WithoutRay:
     monkeypatch.setattr(feed_module, "TASKS_PER_DATASET", TASKS)
+    monkeypatch.setattr(feed_module, "FIRST_STEPS", FIRST)
     groups = (5,) * 200
     index = DataIndex(
         root="/nowhere",
@@ -79,7 +82,29 @@ def test_the_next_dataset_starts_while_the_present_one_has_rows(feed):
 
 def test_a_short_run_starts_only_what_it_needs(feed):
     assert len(list(feed.steps(0, 2))) == 2
-    assert feed.events == ["start 0"]
+    assert feed.events == [], "what the first steps need is read without Ray Data"
+    assert len(list(feed.steps(0, 20))) == 20
+    assert [event for event in feed.events if event.startswith("start")] == ["start 0"]
+
+
+@pytest.mark.parametrize("start", [0, 3, 4, 9, 119])
+def test_the_first_steps_do_not_wait_for_ray_data(feed, start):
+    """Its start takes seconds: meanwhile what they need is there, wherever in a window they begin."""
+    started = threading.Event()
+
+    class Slow(WithoutRay):
+        def _iterate(self, tasks: Sequence[Sequence[Read]]) -> Iterator[pa.Table]:
+            assert started.wait(20)
+            return super()._iterate(tasks)
+
+    slow = Slow(index=feed.index, order=feed.order, plan=feed.plan, rows_per_task=20)
+    steps = slow.steps(start, 300)
+    found = list(itertools.islice(steps, FIRST))
+    assert slow.events == []
+    started.set()
+    found += steps
+    positions = np.concatenate([micro.positions for step in found for micro in step])
+    assert np.array_equal(positions, np.arange(start * 8, 300 * 8))
 
 
 def test_an_error_of_a_start_in_the_background_is_raised_where_it_is_needed(feed):

@@ -21,7 +21,7 @@ for folder in (ROOT, ROOT / "jobs", ROOT / "tests", ROOT / "tests" / "dist"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-QUICK, THOROUGH = 12, 100  # examples; in a quick run also of a property that asks for more
+QUICK, THOROUGH = 8, 100  # examples; in a quick run also of a property that asks for more
 settings.register_profile("quick", max_examples=QUICK, deadline=None)
 settings.register_profile("thorough", max_examples=THOROUGH, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from soak_events import patiently
 from worlds import make_data
 
 from cluster.local import LocalCluster
@@ -146,7 +147,7 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
         wait("step with 2", lambda row: row["world_size"] == 2)
         terminate_a_worker(cluster)
         wait("step after SIGTERM", lambda row: row["generation"] == 3)
-        cluster.add()
+        patiently(cluster.add, print)
         wait("step with 3 again", lambda row: row["world_size"] == 3 and row["generation"] == 4)
         ask(cluster, "stop", str(run_dir))
         assert cluster.wait_job(job, 60) == "FAILED", "a stop is no success"

@@ -33,6 +33,7 @@ from ray_ckpt.ray_dashboard import enable_if_possible
 
 _MAX_NODES = 250  # one address of a /24 each
 _POLL_S = 0.5
+START_TRIES = 5  # of a node on which Ray gives up since the machine is busy
 
 
 class LocalCluster:
@@ -168,7 +169,18 @@ class LocalCluster:
         self._folders.save(record)
         starts = [_launch.Start(record, node, self._settings) for node in nodes]
         for start in starts:
-            record = record.with_node(start.wait())
+            for left in reversed(range(START_TRIES)):
+                try:
+                    record = record.with_node(start.wait())
+                    break
+                except _launch.LateNodeError:
+                    if not left:
+                        raise
+                    self._burn(start.node)
+                    again = _launch.new_node(record, start.node.name, start.node.cpus)
+                    record = record.with_node(again)
+                    self._folders.save(record)
+                    start = _launch.Start(record, again, self._settings)
             if not record.address:
                 record = dataclasses.replace(record, address=start.address())
         self._folders.save(record)

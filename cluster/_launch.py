@@ -163,6 +163,13 @@ def wait_for_dashboard(record: ClusterRecord, timeout_s: float = 60.0) -> None:
             time.sleep(0.2)
 
 
+class LateNodeError(ClusterError):
+    """Ray gave up on a node that has not registered within half a minute, a constant (Ray 2.60, `node.py`)."""
+
+
+_GAVE_UP = "The current node timed out during startup"
+
+
 class Start:
     """One `ray start` under way: several may run at once, then each is waited for."""
 
@@ -195,6 +202,7 @@ class Start:
         """Returns the record of the running node.
 
         Raises:
+            LateNodeError: The machine was too busy for it: it may be started again.
             ClusterError: It did not start; the message holds the end of what Ray said.
         """
         try:
@@ -216,7 +224,8 @@ class Start:
 
     def _failure(self, what: str) -> ClusterError:
         said = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-        return ClusterError(f"`ray start` of {self._node.name} {what}; it said:\n{said}")
+        kind = LateNodeError if _GAVE_UP in said else ClusterError
+        return kind(f"`ray start` of {self._node.name} {what}; it said:\n{said}")
 
 
 def _command(

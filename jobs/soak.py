@@ -42,7 +42,6 @@ from soak_events import (  # noqa: E402
     TRACKER,
     WORKER,
     Hands,
-    patiently,
     slow_faults,
 )
 from soak_judge import (  # noqa: E402
@@ -200,7 +199,7 @@ class Soak:
             extra_env={FAULT_VARIABLE: slow_faults(self._switch)},
         )
         cluster = LocalCluster(self._config.nodes, 1, name=self._name, settings=settings)
-        patiently(cluster.up, self._say)
+        cluster.up()
         try:
             command = job_command(self.run_dir.parent, self._data, self._config.nodes)
             story = Story(cluster, self.run_dir, command, ROOT, self._config.patience_s)

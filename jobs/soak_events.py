@@ -23,7 +23,6 @@ SLOW_S = 0.25  # what each write takes longer on a slow disk
 # What goes to the disk of a run: a checkpoint's files, its manifest, the journal and the lines of steps.
 SLOW_POINTS = ("save.file", "commit.temporary", "journal.sync", "steps.line", "durable.put")
 OWN_END_S = 60.0  # within which a worker that was cut off ends by itself, once it is back
-START_TRIES = 5
 _POLL_S = 0.1
 
 
@@ -73,7 +72,7 @@ class Hands:
                     ClusterError
                 ):  # killed, where its processes are still there
                     self._cluster.kill(node.name)
-                self._join(node.name)
+                self._cluster.add(node.name)
                 lost.append(node.name)
         return lost
 
@@ -105,11 +104,8 @@ class Hands:
         return []
 
     def _add(self, event: Event) -> list[Finding]:
-        self._join(event.node)
+        self._cluster.add(event.node)
         return []
-
-    def _join(self, node: str) -> None:
-        patiently(lambda: self._cluster.add(node), self._say)
 
     def _drain(self, event: Event) -> list[Finding]:
         try:
@@ -166,18 +162,6 @@ _DEEDS: dict[str, Callable[[Hands, Event], list[Finding]]] = {
     "kill-driver": lambda hands, event: hands._kill_one(DRIVER),
     "slow-disk": Hands._slow_disk,
 }
-
-
-def patiently(start: Callable[[], object], say: Callable[[str], None]) -> None:
-    """Starts nodes, which a machine may be too busy for: Ray gives one half a minute, whatever it is told."""
-    for left in reversed(range(START_TRIES)):
-        try:
-            start()
-            return
-        except ClusterError as error:
-            if not left:
-                raise
-            say(f"started again: {str(error).splitlines()[0]}")
 
 
 def find(cluster: LocalCluster, node: str, word: str) -> list[int]:

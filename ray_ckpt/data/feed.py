@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -151,22 +151,17 @@ class RayFeed:
         rows_per_task = min(self.rows_per_task, max(1, MAX_TASK_BYTES // self._row_bytes))
         here = list(itertools.islice(reads, first))
         tasks = group_reads(reads, rows_per_task)
-        present, following = None, self._start(tasks)
-        try:
-            yield from self._read_here(here)
-            while following is not None:
-                present, following = following, None
-                rows_left = present.rows
-                for table in present.tables():
-                    rows_left -= table.num_rows
-                    if following is None and rows_left * START_NEXT_AT <= present.rows:
-                        following = self._start(tasks)
-                    yield table
-                following = following or self._start(tasks)
-        finally:
-            for each in (present, following):
-                if each is not None:
-                    each.close()
+        following = self._start(tasks)
+        yield from self._read_here(here)
+        while following is not None:
+            present, following = following, None
+            rows_left = present.rows
+            for table in present.tables():
+                rows_left -= table.num_rows
+                if following is None and rows_left * START_NEXT_AT <= present.rows:
+                    following = self._start(tasks)
+                yield table
+            following = following or self._start(tasks)
 
     def _read_here(self, reads: Sequence[Read]) -> Iterator[pa.Table]:
         """The blocks of some reads, by threads of this process."""
@@ -223,21 +218,12 @@ class _Running:
         except BaseException as error:  # noqa: BLE001 - raised again where the blocks are used
             self._first.set_exception(error)
 
-    def close(self) -> None:
-        """Ends the dataset, at once or as soon as it has started; its threads must not outlive Ray."""
-        self._first.add_done_callback(_close)
-
     def tables(self) -> Iterator[pa.Table]:
         """The blocks, in order."""
         first, rest = self._first.result()
         if first is not None:
             yield first
             yield from rest
-
-
-def _close(first: Future[tuple[pa.Table | None, Iterator[pa.Table]]]) -> None:
-    if first.exception() is None and isinstance(rest := first.result()[1], Generator):
-        rest.close()
 
 
 def group_reads(reads: Iterator[Read], rows_per_task: int) -> Iterator[list[Read]]:

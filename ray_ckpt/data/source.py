@@ -128,10 +128,7 @@ def ordered_dataset(
             compute=TaskPoolStrategy(size=at_a_time),
             **options,
         )
-    dataset.context.custom_execution_callback_classes = [
-        *dataset.context.custom_execution_callback_classes,
-        Unhurried,
-    ]
+    dataset.context.custom_execution_callback_classes.append(Unhurried)  # of this dataset alone
     execution = dataset.context.execution_options
     execution.preserve_order = True
     # Without a limit of its own each rank's dataset takes half of the cluster's object store, and

@@ -79,7 +79,8 @@ class TrackerActor(TrackerCore):
     ) -> None:
         self._turn = Turn()
         install(keys)  # the driver's, whatever this node's environment says
-        self._second, self._looks = SecondLook(Path(facts.run_dir)), dict[Any, str]()
+        self._second = SecondLook(Path(facts.run_dir))
+        self._looks: dict[Any, str] = {}
         self._lock = RunLock(Path(facts.run_dir))
         self._table = LogTable(session_logs_dir(), facts.run)
         self._metrics = Metrics(facts, options)

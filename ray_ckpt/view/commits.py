@@ -28,7 +28,15 @@ class SecondReader:
 
     def look(self, folder: str) -> str | None:
         """What is wrong with a checkpoint by its manifest and the sizes of its files; None for nothing."""
-        return _look(folder)
+        path = Path(folder)
+        try:
+            for entry in read_manifest(path, check_signature=False).files:
+                size = (path / entry.path).stat().st_size
+                if size != entry.bytes:
+                    return f"{entry.path} has {size} of {entry.bytes} bytes"
+        except (ManifestError, StorageError, OSError) as error:
+            return str(error)
+        return None
 
     def verify(self, folder: Path, manifest: Manifest) -> list[Fault]:
         """What is wrong with the bytes of a checkpoint."""
@@ -77,15 +85,3 @@ class SecondLook:
                     .remote()
                 )
             return self._reader
-
-
-def _look(folder: str) -> str | None:
-    path = Path(folder)
-    try:
-        for entry in read_manifest(path, check_signature=False).files:
-            size = (path / entry.path).stat().st_size
-            if size != entry.bytes:
-                return f"{entry.path} has {size} of {entry.bytes} bytes"
-    except (ManifestError, StorageError, OSError) as error:
-        return str(error)
-    return None

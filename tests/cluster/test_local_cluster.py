@@ -285,3 +285,31 @@ def assert_nothing_left(name: str) -> None:
     for pid in _processes.table():
         assert mark not in " ".join(_processes.arguments(pid)), pid
         assert not _processes._tag_of(pid).startswith(f"{name}/"), pid
+
+
+# Ray's own words for a node that a busy machine could not register within its half minute.
+GIVES_UP_ONCE = """
+if [ "$1" = node1 ] && mkdir "$2" 2>/dev/null; then
+    echo "Exception: The current node timed out during startup. This could happen because..."
+    exit 1
+fi
+shift 2
+exec "$@"
+"""
+
+
+def test_a_node_that_ray_gives_up_on_is_started_again(tmp_path: Path) -> None:
+    mark = tmp_path / "gave-up"
+    settings = Settings(
+        page=False, in_front=("sh", "-c", GIVES_UP_ONCE, "late", "{node}", str(mark))
+    )
+    with LocalCluster(2, 1, settings=settings) as cluster:
+        assert mark.exists()
+        assert [(node.name, node.state) for node in cluster.nodes()] == [
+            ("node0", "alive"),
+            ("node1", "alive"),
+        ]
+        mark.rmdir()
+        cluster.kill("node1")
+        assert cluster.add("node1") == "node1"
+        assert mark.exists()

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from soak_events import patiently
+from asking import ask
 from worlds import make_data
 
 from cluster.local import LocalCluster
@@ -56,7 +56,7 @@ head = ray.get_runtime_context().get_node_id()
 logs = [name for names in list_logs(node_id=head).values() for name in names]
 print("PROBE" + json.dumps({
     "actors": [actor.name for actor in list_actors(filters=[("state", "=", "ALIVE")])],
-    "tasks": [task.name for task in list_tasks(limit=5000)],
+    "tasks": [(task.name, task.actor_id) for task in list_tasks(limit=5000)],
     "logs": logs,
     "metrics": sorted(names),
 }))
@@ -76,26 +76,13 @@ def look_at_the_dashboard(cluster: LocalCluster) -> None:
     assert "PROBE" in done.stdout, done.stdout + done.stderr
     found = json.loads(done.stdout.split("PROBE", 1)[1])
     assert "ray_ckpt.tracker:planned" in found["actors"]
-    assert "commit step-00000005" in found["tasks"]
+    readers = {actor for name, actor in found["tasks"] if name.startswith("commit step-")}
+    assert "commit step-00000005" in dict(found["tasks"])
+    assert len(readers) == 1, "a process for each commit would take processors from training"
+    assert None not in readers
     assert "ray_ckpt-planned.log" in found["logs"]
     gauges = {"ray_ckpt_step", "ray_ckpt_world_size", "ray_ckpt_copy_age_seconds"}
     assert gauges | {"ray_ckpt_commits_total"} <= set(found["metrics"])
-
-
-def ask(cluster: LocalCluster, command: str, run: str) -> dict[str, Any]:
-    """`ray-ckpt save` or `stop`, as a person calls it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ray_ckpt", command, run, "--json", "--timeout-s", "60"],
-        env=cluster.client_environ(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def terminate_a_worker(cluster: LocalCluster) -> None:
@@ -141,15 +128,15 @@ def test_a_drained_node_a_terminated_worker_and_a_new_node_cost_no_step(tmp_path
 
         wait("start with 3", lambda row: row["world_size"] == 3 and row["step"] >= 12)
         look_at_the_dashboard(cluster)
-        saved = ask(cluster, "save", str(run_dir))
+        saved = ask(cluster, "save", str(run_dir), "--timeout-s", "60")
         told = time.time()
         cluster.drain("node1", deadline_s=NOTICE_S)
         wait("step with 2", lambda row: row["world_size"] == 2)
         terminate_a_worker(cluster)
         wait("step after SIGTERM", lambda row: row["generation"] == 3)
-        patiently(cluster.add, print)
+        cluster.add()
         wait("step with 3 again", lambda row: row["world_size"] == 3 and row["generation"] == 4)
-        ask(cluster, "stop", str(run_dir))
+        ask(cluster, "stop", str(run_dir), "--timeout-s", "60")
         assert cluster.wait_job(job, 60) == "FAILED", "a stop is no success"
         assert "stopped by" in cluster.job_logs(job)
         assert "LeavingError" not in cluster.job_logs(job), "it was planned"

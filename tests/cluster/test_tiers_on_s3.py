@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from asking import ask
 from test_tiers_on_nodes import ROOT, lines, wait
 from worlds import make_data
 
@@ -30,21 +28,6 @@ def expected_digests(data: Path) -> list[str]:
     return [
         expected_digest(order, step, global_batch=BATCH, micro_batch=2) for step in range(STEPS)
     ]
-
-
-def ray_ckpt(cluster: LocalCluster, *words: str) -> Any:
-    """A command of the command line, as a person calls it; what it prints as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ray_ckpt", *words, "--json"],
-        env=cluster.client_environ() | LOGIN,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
 
 
 def test_two_nodes_die_while_the_object_store_fails_every_third_request(tmp_path: Path) -> None:
@@ -70,8 +53,8 @@ def test_two_nodes_die_while_the_object_store_fails_every_third_request(tmp_path
         assert cluster.wait_job(job, 200) == "SUCCEEDED", cluster.job_logs(job)[-6000:]
         refused = store.done[0]
         assert refused > 20, "the store did fail"
-        there = ray_ckpt(cluster, "ls", store.uri("runs/tiers"))
-        read = ray_ckpt(cluster, "verify", store.uri("runs/tiers"))
+        there = ask(cluster, "ls", store.uri("runs/tiers"), more=LOGIN)
+        read = ask(cluster, "verify", store.uri("runs/tiers"), more=LOGIN)
         assert store.done[0] > refused, "it still does"
     # The sample history: of each step the same samples as without failures, at the same offsets.
     rows = surviving_steps(run_dir)

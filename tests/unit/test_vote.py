@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_ckpt.elastic import control
 from ray_ckpt.elastic.control import LOSS_BITS, Agreement, Vote, agree
 
 NUMBERS = st.integers(0, 2**64 - 1)
@@ -24,16 +25,30 @@ QUIET = Vote(
 
 
 def counted(*votes: Vote, monkeypatch: pytest.MonkeyPatch) -> Agreement:
-    """What the last of the ranks learns; the sums of the others are there when it comes."""
-    sent: list[torch.Tensor] = []
+    """What the last of the ranks learns; what the others sent is there when it comes. Both ways to add up agree."""
 
-    def reduce(tensor: torch.Tensor, group: object = None) -> None:
-        tensor += sum(sent)
-        sent[:] = [tensor.clone()]
+    def learnt(pairwise: int) -> Agreement:
+        sent: list[torch.Tensor] = []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "all_reduce", reduce)
-        return [agree(vote, torch.device("cpu"), 2) for vote in votes][-1]
+        def reduce(tensor: torch.Tensor, group: object = None) -> None:
+            tensor += sum(sent)
+            sent[:] = [tensor.clone()]
+
+        def exchange(output: torch.Tensor, given: torch.Tensor, group: object = None) -> None:
+            sent.append(given.view(len(votes), -1)[0].clone())
+            missing = [torch.zeros_like(sent[0])] * (len(votes) - len(sent))
+            output.copy_(torch.cat([*sent, *missing]))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "get_world_size", lambda group=None: len(votes))
+            patch.setattr(dist, "all_reduce", reduce)
+            patch.setattr(dist, "all_to_all_single", exchange)
+            patch.setattr(control, "PAIRWISE", pairwise)
+            return [agree(vote, torch.device("cpu"), 2) for vote in votes][-1]
+
+    found = learnt(pairwise=len(votes))
+    assert found == learnt(pairwise=0)
+    return found
 
 
 @pytest.mark.parametrize(

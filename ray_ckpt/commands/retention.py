@@ -11,7 +11,6 @@ import contextlib
 import getpass
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
+from ray_ckpt.commands.output import note
 from ray_ckpt.commands.remote import remote_round
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.tiers.collect import Gate
@@ -275,13 +275,11 @@ def _report(
         if args.dry_run and found.to_read:
             print(f"for that, {found.to_read} would be read back first, and has to be whole")
     if bad:
-        _note(
+        note(
             f"{bad}: it was to be read back before older ones go. Start the run: it sets it aside."
         )
     for outcome in failed:
-        _note(
-            f"{outcome.name}: not deleted, or not all of it: {outcome.problem}. gc again goes on."
-        )
+        note(f"{outcome.name}: not deleted, or not all of it: {outcome.problem}. gc again goes on.")
     return 1 if bad or failed else 0
 
 
@@ -341,7 +339,3 @@ def _login() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
         return f"user {os.getuid()}"
-
-
-def _note(text: str) -> None:
-    print(printable(text), file=sys.stderr)

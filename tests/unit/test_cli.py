@@ -22,6 +22,7 @@ from ray_ckpt.checkpoint.names import MANIFEST_NAME, checkpoint_name
 from ray_ckpt.checkpoint.quarantine import write_quarantine
 from ray_ckpt.checkpoint.verify import hash_file
 from ray_ckpt.view import place
+from ray_ckpt.view.runs import pick
 
 LS_KEYS = {
     "step",
@@ -246,9 +247,9 @@ def test_a_step_means_its_newest_committed_generation(tmp_path, text):
         add_checkpoint(tmp_path, 100, generation)
     add_checkpoint(tmp_path, 100, 4, commit=False)
     entries = list_checkpoints(tmp_path)
-    assert cli.pick(entries, text).generation == 3
-    assert cli.pick(entries, "100-g1").generation == 1
-    assert cli.pick(entries, "100-g4").generation == 4
+    assert pick(entries, text).generation == 3
+    assert pick(entries, "100-g1").generation == 1
+    assert pick(entries, "100-g4").generation == 4
 
 
 @pytest.mark.parametrize(

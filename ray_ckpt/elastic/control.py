@@ -67,7 +67,7 @@ class Vote(NamedTuple):  # of each step: a frozen dataclass takes several times 
 
 
 class Agreement(NamedTuple):
-    """What all ranks know after the all-reduce.
+    """What all ranks know when a step ends.
 
     Attributes:
         loss: mean loss of the global batch; the same bits for any number of workers, given the same losses.

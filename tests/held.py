@@ -79,6 +79,11 @@ class Marks:
         while not self.told_to_go and time.monotonic() < deadline:
             time.sleep(0.05)
 
+    def go_slowly(self) -> None:
+        """Half a second for a step: what strikes meets a save, and not the end of the run."""
+        if not (self._folder / "go-all").exists() and not self.told_to_go:
+            time.sleep(0.5)
+
     def evaluate(self, session: Any) -> None:
         """The same between two steps, as an evaluation that may be left."""
         if self.held or (self._folder / "go-all").exists():
@@ -152,7 +157,9 @@ def train(config: HeldConfig) -> None:
             marks.evaluate(session)
         if config.phase == "save" and saved and not marks.held:
             marks.say()
-        if config.phase in ("save", "restore"):
+        if config.phase == "save":
+            marks.go_slowly()
+        if config.phase == "restore":
             time.sleep(0.1)  # what is asked for meanwhile is heard before the last step
     session.close()
 

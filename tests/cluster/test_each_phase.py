@@ -31,8 +31,10 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "held.py"
 HANG_S = 25.0
-LIMIT_S = 100.0  # from the strike to the next attempt, or to the end, on a machine that does other things too
-NOTICE_S = 8.0
+LIMIT_S = 150.0  # from the strike to the next attempt, or to the end, on a machine that does other things too
+NOTICE_S = (
+    20.0  # a save is begun only if it can be done before: on a busy machine one takes seconds
+)
 
 # Kind in the journal, and whether the step that was worked on when it came is kept.
 KINDS = {
@@ -286,7 +288,8 @@ def test_a_kill_and_a_sigterm_in_an_evaluation_with_spare_processes(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_kind_in_each_phase(tmp_path: Path, phase: str) -> None:
-    play(tmp_path, phase, tuple(KINDS), 40)
+    # Beside a save the steps go on.
+    play(tmp_path, phase, tuple(KINDS), 400 if phase == "save" else 40)
 
 
 @pytest.mark.slow

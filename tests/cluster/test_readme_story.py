@@ -89,8 +89,10 @@ def test_by_hand_every_command_does_its_part(shell: Shell, tmp_path: Path) -> No
         at = len(lines(run / "steps.jsonl"))
         return lambda: any(row["world_size"] == workers for row in lines(run / "steps.jsonl")[at:])
 
+    up, *others = block_of("python cluster/local.py up --nodes 3 --cpus 1")
+    shell(up)  # refused where somebody has a cluster of that name, which then stays
     try:
-        for command in block_of("python cluster/local.py up --nodes 3 --cpus 1"):
+        for command in others:
             print(command, flush=True)
             if command.endswith("down"):
                 # What it did on the way: `leave` is the fourth way to go, see "Scale it mid-run".
@@ -105,7 +107,7 @@ def test_by_hand_every_command_does_its_part(shell: Shell, tmp_path: Path) -> No
             if command.endswith(" add"):
                 wait_for("steps on 3 workers again", steps_on(3))
     finally:
-        shell("python cluster/local.py down --all || true")
+        shell("python cluster/local.py down --name main || true")
     ends = [event for event in lines(run / "journal.jsonl") if event["event"] == "interruption"]
     assert [end["kind"] for end in ends][:2] == ["node_loss", "resize"]
     assert "drain" in {end["kind"] for end in ends}

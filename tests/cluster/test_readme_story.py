@@ -96,7 +96,7 @@ def test_by_hand_every_command_does_its_part(shell: Shell, tmp_path: Path) -> No
             print(command, flush=True)
             if command.endswith("down"):
                 # What it did on the way: `leave` is the fourth way to go, see "Scale it mid-run".
-                shell("python cluster/leave.py --node node1 && python cluster/local.py kill node1")
+                shell("python cluster/leave.py --node node3 && python cluster/local.py kill node3")
                 wait_for("another node goes, saved", steps_on(1))
                 print(shell("ray-ckpt stop mine"))
             shell(command)

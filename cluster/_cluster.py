@@ -189,10 +189,14 @@ class LocalCluster:
     def down(self) -> None:
         """Ends every process of the cluster and deletes its files; does nothing when it is down."""
         if self._folders.load() is not None:
-            with self._folders.lock():
-                record = self._folders.load()
-                if record is not None:
-                    destroy(record)
+            try:
+                with self._folders.lock():
+                    record = self._folders.load()
+                    if record is not None:
+                        destroy(record)
+            except UsageError:
+                if self._folders.load() is not None:
+                    raise  # else who held the lock has ended the cluster
         if self._guard is not None:
             self._guard.kill()
             self._guard.wait()

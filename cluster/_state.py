@@ -221,7 +221,7 @@ class Folders:
 
         Raises:
             ClusterError: Another command holds it for too long.
-            FileNotFoundError: There is no such cluster, and none is to be created.
+            UsageError: There is no such cluster, and none is to be created.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -243,8 +243,13 @@ class Folders:
                 if create:
                     self.create()
                 return (self.home / "lock").open("w")
-            except FileNotFoundError:  # the end of another cluster removes common folders
-                if not create or attempt == 9:
+            except FileNotFoundError as error:  # the end of another cluster removes common folders
+                if not create:
+                    raise UsageError(
+                        f"no cluster {self.name!r}: it was ended meanwhile; start it with "
+                        f"`up --name {self.name}`"
+                    ) from error
+                if attempt == 9:
                     raise
         raise AssertionError
 

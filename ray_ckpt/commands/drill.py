@@ -7,6 +7,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
+from ray_ckpt.commands.output import note
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.view.human import human_bytes
 from ray_ckpt.view.runs import find_run
@@ -14,6 +15,8 @@ from ray_ckpt.view.tables import printable
 
 if TYPE_CHECKING:
     from ray_ckpt.drill import DrillResult
+
+MAIN_JOB = "jobs/drill.py"
 
 EXIT_CODES = """exit codes:
   0    all drills were ok; with --every-s: until the run was finished
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, step_help: str) -> None:
     parser.add_argument("--step", default="", help=f"{step_help}; default: the newest")
     parser.add_argument(
         "--job",
-        default="jobs/drill.py",
+        default=MAIN_JOB,
         metavar="FILE[:FUNCTION]",
         help="whose model it is: FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION, called with the run's folder and the "
         "--options, gives the run's options and its training function (default: jobs/drill.py, the main job)",
@@ -92,6 +95,11 @@ def command_drill(args: argparse.Namespace) -> int:
         raise ConfigError(f"--data: {error}") from error
     assert result is not None
     tell(result)
+    if not result.drilled.ok and args.job == MAIN_JOB:
+        note(
+            f"The model is that of the main job (--job {MAIN_JOB}): if the run has a training function of its own, "
+            "name the file that makes its model by --job FILE.py"
+        )
     return 0 if result.drilled.ok else 1
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ray_ckpt.checkpoint import signature
+from ray_ckpt.checkpoint.listing import Listed
 from ray_ckpt.checkpoint.trust import key_problem
 from ray_ckpt.clocks import boot_name
 from ray_ckpt.errors import RestoreError, StorageError
 from ray_ckpt.fault_points import fault_point
 from ray_ckpt.tiers.address import without_keys
+from ray_ckpt.tracker.journal import JOURNAL_NAME, STEPS_NAME
 from ray_ckpt.tracker.keeper import Keeper
 from ray_ckpt.tracker.loops import Loops
 from ray_ckpt.tracker.places import Places
@@ -68,6 +70,7 @@ class Attempts:
         self._standing, self._steering = standing, steering
         self._restores, self._sanity, self._loops = restores, sanity, loops
         self._places, self._keeper = places, keeper
+        self._told_gaps: set[str] = set()
 
     def begin(self, world_size: int, nodes: list[str]) -> Attempt:
         """Gives a new worker group its generation, its restore plan and its first directive.
@@ -87,6 +90,7 @@ class Attempts:
         # Before the attempt is on record: a run without a usable checkpoint must not start from zero.
         entry = self._restores.newest_usable()
         generation = 1 + self._highest_generation()
+        gaps = self._gaps(entry)
         fault_point("attempt.begin")
         self._record(
             "attempt_started",
@@ -100,6 +104,10 @@ class Attempts:
             must=True,  # a generation that is not on record could be given out twice
         )
         fault_point("attempt.begun")
+        for name, problem in gaps.items():
+            if name not in self._told_gaps:
+                self._record("alert", name=name, problem=problem)
+        self._told_gaps |= gaps.keys()
         self._keeper.begin()
         self._tell_tiers()
         self._loops.begin()
@@ -113,6 +121,24 @@ class Attempts:
             signed=signature.active() is not None,
             holders=self._places.holders(),
         )
+
+    def _gaps(self, entry: Listed | None) -> dict[str, str]:
+        """Files of the run's records that end before the checkpoint that it goes on from, and what that means."""
+        found: dict[str, str] = {}
+        if entry is None:
+            return found
+        if not self._memory.generation:
+            found[JOURNAL_NAME] = (
+                f"it tells of no attempt, and there is {entry.folder.name}: interruptions, failures and times before "
+                "are not known, and the run goes on without them"
+            )
+        told = self._standing.newest_step
+        if told < entry.step:
+            found[STEPS_NAME] = (
+                f"it ends at step {told}, and the run goes on from step {entry.step}: the lines of the steps between "
+                "are missing"
+            )
+        return found
 
     def _highest_generation(self) -> int:
         """The highest generation that left a trace: a journal may be lost, and its generations not."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from ray_ckpt.checkpoint.listing import list_checkpoints, usable
 from ray_ckpt.checkpoint.storing import write_atomically
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.segment import OPTIONS, Segment, differences
@@ -61,16 +62,19 @@ def check_identity(run_dir: Path, identity: Mapping[str, Any], change: str = "")
         change: why options of a segment may be others than before; empty: they may not.
 
     Returns:
-        What is to be said about ``change``, when there is nothing to change; else nothing.
+        What is to be said: that the record of a run with checkpoints is not there, or about ``change`` when there is
+        nothing to change; else nothing.
 
     Raises:
-        ConfigError: a value differs from the run's and is not declared, or can never be changed.
+        ConfigError: a value differs from the run's and is not declared, or can never be changed; or the record is
+            gone, and the newest checkpoint was made with other options.
         StorageError: the record cannot be read or written.
     """
     known, now = read_record(run_dir), RunRecord.of(identity)
     if known is None:
+        notice = _check_lost(run_dir, identity, change)
         write_record(run_dir, now)
-        return (
+        return notice or (
             f"--change-at-resume: nothing is changed, {run_dir.name!r} is a new run"
             if change
             else ""
@@ -83,6 +87,26 @@ def check_identity(run_dir: Path, identity: Mapping[str, Any], change: str = "")
         f"--change-at-resume: nothing is changed, the run goes on in segment {newest.number} (since step "
         f"{newest.start_step})"
     )
+
+
+def _check_lost(run_dir: Path, identity: Mapping[str, Any], change: str) -> str:
+    """What is to be said of a run without its record that has checkpoints: those know a digest of their options.
+
+    Raises:
+        ConfigError: the options are others, and nobody says that they may be.
+    """
+    committed = usable(list_checkpoints(run_dir))
+    if not committed or committed[0].manifest is None:
+        return ""
+    lost = f"{run_dir / IDENTITY_NAME} is not there, and {committed[0].folder.name} is"
+    if committed[0].manifest.config_fingerprint == fingerprint(identity):
+        return f"{lost}, made with the options of this start: the record is written anew, its older segments are not"
+    if not change:
+        raise ConfigError(
+            f"{lost}, made with other options than those of this start; which ones, only the record tells. Put the "
+            f"file back, or use the options of then; or, where the change is meant, add {_OFFER}."
+        )
+    return f"{lost}, made with other options: {change}"
 
 
 def check_change(

@@ -25,6 +25,7 @@ class Standing:
         step: the last step executed, less what is counted as lost.
         last_record: line of the last step that this tracker was told of, empty before the first.
         last_generation: newest attempt that had lines of steps when the tracker began.
+        newest_step: of the newest line of ``steps.jsonl``, written or about to be; 0 before the first.
         begun_with_s: the times of the last steps at that moment, seconds.
     """
 
@@ -35,6 +36,7 @@ class Standing:
         self.last_generation, recent = newest_lines(run_dir / STEPS_NAME, RECENT_STEPS)
         if memory.attempt_open and self.last_generation == memory.generation:
             self.step = max(self.step, int(recent[-1]["step"]))
+        self.newest_step = int(recent[-1]["step"]) if recent else 0
         self.begun_with_s = [float(line["step_time_s"]) for line in recent]
         self.last_record: dict[str, Any] = {}
 
@@ -49,6 +51,7 @@ class Standing:
             is_open = self._memory.attempt_open
             self.step = int(record["step"]) if is_open else self.step + 1
             self.last_record = record
+            self.newest_step = int(record["step"])
         return [float(record["step_time_s"]) for record in records]
 
     def flush(self) -> None:

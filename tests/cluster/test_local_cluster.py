@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ import pytest
 
 from cluster import _processes
 from cluster._launch import NODE_LABEL
-from cluster._state import Folders, check_name
+from cluster._state import ClusterRecord, Folders, check_name
 from cluster.local import ClusterError, HealthCheck, LocalCluster, Settings, UsageError
 
 pytestmark = pytest.mark.cluster
@@ -39,6 +41,7 @@ class Resident:
     def ping(self):
         return True
 
+import dataclasses
 import json
 actor = Resident.remote()
 print(json.dumps(ray.get(actor.settle.remote())), flush=True)
@@ -258,6 +261,26 @@ def test_names_that_ray_could_not_use_are_refused() -> None:
         check_name("../up")
     with pytest.raises(UsageError, match="positive"):
         HealthCheck(failures=0)
+
+
+def test_a_cluster_that_is_starting_has_no_clients_yet() -> None:
+    name = f"t-{secrets.token_hex(4)}"
+    folders = Folders(name)
+    settings = dataclasses.asdict(Settings())
+    folders.create()
+    try:
+        folders.save(
+            ClusterRecord(
+                name=name, subnet="127.9.9", dashboard_port=1, owner=None, settings=settings
+            )
+        )
+        refused = shell("env", "--name", name)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "still starting" in refused.stderr
+    finally:
+        folders.remove()
+    with pytest.raises(UsageError, match="no cluster"), folders.lock():
+        pass
 
 
 def test_a_process_is_believed_only_with_its_start_time() -> None:

@@ -6,13 +6,17 @@ import json
 from typing import Any
 
 import pytest
+from making import manifest_of
 
+from ray_ckpt.checkpoint.manifest import FileEntry, write_manifest
+from ray_ckpt.checkpoint.names import CHECKPOINTS_DIR, checkpoint_name
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.segment import OPTIONS, Segment
 from ray_ckpt.tracker.identity import (
     IDENTITY_NAME,
     RunRecord,
     check_identity,
+    fingerprint,
     read_record,
     write_record,
 )
@@ -146,3 +150,22 @@ def test_a_record_of_a_later_version_is_told_from_a_damaged_one(tmp_path):
     (tmp_path / IDENTITY_NAME).write_text('{"schema": 3, "segments": []}')
     with pytest.raises(StorageError, match="format 3, this version reads up to 2"):
         check_identity(tmp_path, NAMES)
+
+
+def test_a_record_that_is_gone_is_told_and_other_options_are_refused_without_it(tmp_path):
+    folder = tmp_path / CHECKPOINTS_DIR / checkpoint_name(3, 1)
+    folder.mkdir(parents=True)
+    assert check_identity(tmp_path, NAMES) == "", "nothing was committed that could be harmed"
+    (tmp_path / IDENTITY_NAME).unlink()
+    made_with = manifest_of(
+        run="r", step=3, files=(FileEntry("a", 1, "0" * 32),), config_fingerprint=fingerprint(NAMES)
+    )
+    write_manifest(folder, made_with)
+    other = {**NAMES, "--seed": 1}
+    with pytest.raises(ConfigError, match=r"run\.json is not there.*made with other options"):
+        check_identity(tmp_path, other)
+    assert read_record(tmp_path) is None, "a refusal writes nothing"
+    assert "the record is written anew" in check_identity(tmp_path, NAMES)
+    assert read_record(tmp_path) == RunRecord.of(NAMES)
+    (tmp_path / IDENTITY_NAME).unlink()
+    assert "other options: moved" in check_identity(tmp_path, other, "moved")

@@ -1103,3 +1103,25 @@ def test_a_line_of_somebody_else_in_the_journal_stops_nobody(two):
         journal.append({"time": 1.0, "generation": 1, "event": "unpin", "name": "x"})
     two.train(1)
     two.save()
+
+
+def test_records_that_are_gone_are_told_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    run.train(5)
+    name = run.save()
+    for gone in (JOURNAL_NAME, STEPS_NAME):
+        (tmp_path / gone).unlink()
+    run.open()
+    assert run.begin().plan is not None
+    told = {alert["name"]: alert["problem"] for alert in run.journal("alert")}
+    assert name in told[JOURNAL_NAME]
+    assert "ends at step 0, and the run goes on from step 5" in told[STEPS_NAME]
+    run.core.interruption("worker_error", "again")
+    run.begin()
+    assert len(run.journal("alert")) == 2
+    run.train(2)
+    run.save()
+    run.open()
+    run.begin()
+    assert len(run.journal("alert")) == 2, "what is there again is not missed"

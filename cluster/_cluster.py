@@ -340,8 +340,18 @@ class LocalCluster:
             time.sleep(_POLL_S)
 
     def env(self) -> dict[str, str]:
-        """Variables that make a program, or `ray job submit`, a client of this cluster."""
-        return _launch.client_environment(self._record())
+        """Variables that make a program, or `ray job submit`, a client of this cluster.
+
+        Raises:
+            ClusterError: It is still starting, and has no address yet.
+        """
+        record = self._record()
+        if not record.address:
+            # An empty address would be none at all: the program would start a Ray of its own.
+            raise ClusterError(
+                f"cluster {self.name!r} is still starting: wait until its `up` says that it is up"
+            )
+        return _launch.client_environment(record)
 
     def client_environ(self) -> dict[str, str]:
         """The whole environment for such a program: this process's own without RAY_*, and `env()`."""

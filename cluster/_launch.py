@@ -116,16 +116,7 @@ def free_port(wish: int = 0) -> int:
 
 
 def client_environment(record: ClusterRecord) -> dict[str, str]:
-    """Variables with which a program becomes a client of this cluster.
-
-    Raises:
-        ClusterError: It is still starting, and has no address yet.
-    """
-    if not record.address:
-        # An empty address would be none at all: the program would start a Ray of its own.
-        raise ClusterError(
-            f"cluster {record.name!r} is still starting: wait until its `up` says that it is up"
-        )
+    """Variables with which a program becomes a client of this cluster."""
     variables = {
         "RAY_ADDRESS": record.address,
         "RAY_API_SERVER_ADDRESS": f"http://{LOOPBACK}:{record.dashboard_port}",

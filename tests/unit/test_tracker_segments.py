@@ -231,12 +231,14 @@ def test_a_change_that_slipped_past_the_driver_is_refused_by_the_tracker(run):
 
 
 def test_a_record_that_is_not_of_the_checkpoint_is_refused(run):
-    """Somebody removed run.json and started with another batch: positions would not fit the samples."""
+    """Somebody removed run.json and insists on another batch: positions would not fit the samples."""
     (run.dir / IDENTITY_NAME).unlink()
-    with pytest.raises(RestoreError, match=r"sample 144.*--global-batch 48"):
+    with pytest.raises(ConfigError, match="made with other options"):
         run.start(NEW)
+    with pytest.raises(RestoreError, match=r"sample 144.*--global-batch 48"):
+        run.start(NEW, "insists")
     (run.dir / IDENTITY_NAME).unlink()
-    assert run.start(OLD).number == 0
+    assert run.start(OLD, "these").number == 0
 
 
 def test_the_first_commit_of_a_segment_is_pinned_and_no_other(run):

@@ -32,9 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "held.py"
 HANG_S = 25.0
 LIMIT_S = 150.0  # from the strike to the next attempt, or to the end, on a machine that does other things too
-NOTICE_S = (
-    20.0  # a save is begun only if it can be done before: on a busy machine one takes seconds
-)
+# A save is begun only if it can be done before: on a busy machine one takes seconds.
+NOTICE_S = 20.0
 
 # Kind in the journal, and whether the step that was worked on when it came is kept.
 KINDS = {

@@ -41,7 +41,6 @@ class Resident:
     def ping(self):
         return True
 
-import dataclasses
 import json
 actor = Resident.remote()
 print(json.dumps(ray.get(actor.settle.remote())), flush=True)

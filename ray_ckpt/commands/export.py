@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from ray_ckpt.checkpoint.listing import list_checkpoints
+from ray_ckpt.commands.output import print_json
 from ray_ckpt.view.human import human_bytes, human_count
 from ray_ckpt.view.runs import find_run, pick
 from ray_ckpt.view.tables import printable
@@ -39,7 +39,7 @@ def command_export(args: argparse.Namespace) -> int:
     to = Path(args.to).expanduser()
     done = export_weights(entry, to, what=args.what, file_bytes=args.file_mib << 20)
     if args.json:
-        print(json.dumps(asdict(done), indent=2))
+        print_json(asdict(done))
         return 0
     for name, reason in done.left_out.items():
         print(f"left out {printable(name)}: {reason}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 
+from ray_ckpt.commands.output import print_json
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.tracker.recall import read_ledger
 from ray_ckpt.view.goodput import attempts_text, days_text, goodput_text
@@ -38,7 +38,7 @@ def command_goodput(args: argparse.Namespace) -> int:
             f"{run}: no attempt has begun, or its journal is lost: no time to tell of"
         )
     if args.json:
-        print(json.dumps(ledger.to_json(), indent=2))
+        print_json(ledger.to_json())
         return 0
     texts = [printable(str(run)), goodput_text(ledger)]
     if args.attempts:

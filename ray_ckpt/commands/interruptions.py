@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.commands.output import print_json
 from ray_ckpt.errors import ConfigError, StorageError
 from ray_ckpt.policy.history import COLUMNS, history_of_csv, history_to_json
 from ray_ckpt.policy.words import seconds
@@ -51,7 +52,7 @@ def command_interruptions(args: argparse.Namespace) -> int:
     with run.records_folder() as folder:
         found = interruptions(list(read_lines(folder / JOURNAL_NAME)))
     if args.json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     elif not found:
         print(f"{printable(str(run))}: no interruptions")
     else:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+from ray_ckpt.commands.output import print_json
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.policy.interval import daly
 from ray_ckpt.policy.plan import Costs, Plan, mtbf_of
@@ -62,7 +62,7 @@ def command_plan(args: argparse.Namespace) -> int:
     """`plan`: a line for each combination."""
     found = plans(args)
     if args.json:
-        print(json.dumps([plan.to_json() for plan in found], indent=2))
+        print_json([plan.to_json() for plan in found])
     else:
         print(plan_text(found))
     return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import getpass
-import json
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 from ray_ckpt.checkpoint.listing import list_checkpoints
 from ray_ckpt.checkpoint.names import parse_checkpoint_name
-from ray_ckpt.commands.output import note
+from ray_ckpt.commands.output import note, print_json
 from ray_ckpt.commands.remote import remote_round
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.tiers.collect import Gate
@@ -264,7 +263,7 @@ def _report(
             "fault": bad or None,
             "checkpoints": items,
         }
-        print(json.dumps(document, indent=2))
+        print_json(document)
     else:
         print(f"rules ({said}): {', '.join(policy.words for policy in rules.policies())}")
         rows = [[v.name, _done(v, only_said, problems), "; ".join(v.reasons)] for v in verdicts]
@@ -294,7 +293,7 @@ def _done(verdict: Verdict, only_said: bool, problems: dict[str, str]) -> str:
 def _say_pins(args: argparse.Namespace, run: FolderRun | RemoteRun, name: str, word: str) -> int:
     now = run.read_pins(name)
     if args.json:
-        print(json.dumps({**_named(name), "pins": [asdict(pin) for pin in now]}, indent=2))
+        print_json({**_named(name), "pins": [asdict(pin) for pin in now]})
         return 0
     print(f"{name}: {word}")
     for pin in now:
